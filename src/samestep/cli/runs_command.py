@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.loggers.run_files import format_number
-from samestep.messages import format_duration, format_list
+from samestep.messages import format_duration, format_list, plain_text
 
 _PIPED_WIDTH = 160
 _STYLES = {"finished": "green", "running": "cyan", "preempted": "yellow", "stopped": "yellow"}
@@ -73,10 +73,8 @@ def _print(rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> No
         table.add_column(title, overflow="fold", justify="right" if title in _COLUMNS[3:] else "left")
     for row in rows:
         started = row["started"]
-        path = Path(row["folder"])
-        name = path.relative_to(folder.absolute()) if path.is_relative_to(folder.absolute()) else path
         table.add_row(
-            Text(str(name) if str(name) != "." else row["name"]),
+            Text(plain_text(_name(Path(row["folder"]), folder))),
             Text(row["status"], _STYLES.get(row["status"], "red")),
             f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if started is not None else "",
             format_duration(row["seconds"]),
@@ -85,6 +83,14 @@ def _print(rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> No
             Text(_metrics(row["metrics"])),
         )
     console.print(table)
+
+
+def _name(path: Path, folder: Path) -> str:
+    """The path of a run, relative to the folder that is listed or else to the current one, which is often above it."""
+    for base in (folder.resolve(), Path.cwd()):
+        if path.is_relative_to(base):
+            return str(path.relative_to(base)) if path != base else path.name
+    return str(path)
 
 
 def _metrics(metrics: dict[str, float | None]) -> str:

@@ -41,6 +41,11 @@ class EventLog:
         self._writing = self._closed = False
 
     @property
+    def is_open(self) -> bool:
+        """Whether records are written immediately."""
+        return self._folder is not None
+
+    @property
     def is_waiting(self) -> bool:
         """Whether there are records and no files yet."""
         return self._folder is None and bool(self._waiting)

@@ -38,12 +38,17 @@ class JsonlLogger:
         self._file = AppendFile(path, warn, report)
 
     def write(
-        self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
+        self,
+        step: int,
+        values: Mapping[str, float],
+        epoch: int | None = None,
+        between_steps: bool = False,
+        logged_at: float | None = None,
     ) -> None:
-        """Append one record."""
+        """Append one record, which was logged now or at another time, in seconds since 1970."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         position = {"step": step} if epoch is None else {"step": step, "epoch": epoch}
-        record: dict[str, object] = {**position, "time": round(self._clock(), 3), **finite}
+        record: dict[str, object] = {**position, "time": round(logged_at or self._clock(), 3), **finite}
         signs = {name: round(math.copysign(1, value)) for name, value in values.items() if math.isinf(value)}
         if signs:
             record["infinite"] = signs

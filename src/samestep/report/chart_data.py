@@ -1,6 +1,5 @@
 """What the charts of the page draw: the curves of one or several runs, thinned out to a size that a mail can carry."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,10 +35,12 @@ class Chart:
     logarithmic: bool = False
     x: str = "step"  # or "time", if it has no steps
     note: str = ""
+    is_difference: bool = False  # of two runs, which has steps and no times
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"key": self.key, "title": self.title, "x": self.x, "log": self.logarithmic, "series": self.series}
+        options = {"x": self.x, "log": self.logarithmic, "isDifference": self.is_difference}
+        return {"key": self.key, "title": self.title, **options, "series": self.series}
 
 
 def metric_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -89,7 +90,9 @@ def difference_charts(runs: Sequence[RunData]) -> list[tuple[str, RunData, Diffe
         if difference is not None:
             curve = Curve(difference.steps, difference.values, np.zeros(len(difference.steps)))
             series = _points(thin_out(curve, most).points) | {"run": runs.index(other), "label": ""}
-            chart = Chart(f"difference {name} {runs.index(other)}", name, [series], logarithmic=True)
+            chart = Chart(
+                f"difference {name} {runs.index(other)}", name, [series], logarithmic=True, is_difference=True
+            )
             found.append((name, other, difference, chart))
     return found
 
@@ -185,15 +188,9 @@ def _usage_series(rows: Sequence[tuple[float, Any]], unit: float, run: RunData) 
         for name, value in named.items():
             by_name.setdefault(name, []).append((time, float("nan") if value is None else value / unit))
     for name, points in by_name.items():
-        times, values = (np.array(column) for column in zip(*_with_gaps(points, run), strict=True))
+        times, values = (np.array(column) for column in zip(*points, strict=True))
         thin = thin_out(Curve(np.arange(len(times)), values, times), points_per_curve(3 * len(by_name))).points
         yield {"time": np.round(thin.times - begin, 3).tolist(), "value": _finite(thin.values), "label": name}
-
-
-def _with_gaps(points: Sequence[tuple[float, float]], run: RunData) -> list[tuple[float, float]]:
-    """The points, with a gap where the run started again."""
-    gaps = [(start.time, math.nan) for start in run.starts[1:] if points[0][0] < start.time < points[-1][0]]
-    return sorted([*points, *gaps], key=lambda point: point[0])
 
 
 def _begin(run: RunData) -> float:

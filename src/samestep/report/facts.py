@@ -1,8 +1,6 @@
 """The facts about a run that the head of its page shows, as names and short texts."""
 
-import math
 import shlex
-import statistics
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 from samestep.loggers.run_files import WAIT_PREFIX, is_learning_rate
 from samestep.messages import format_bytes, format_duration, format_list, format_seconds
 from samestep.report.run_data import Record, RunData
-from samestep.report.time_shares import peak
+from samestep.report.time_shares import peak, sum_times
 from samestep.report.verdict import active_seconds, has_gpus, rank_hours, steps_done
 
 _SHOWN = 4
@@ -35,6 +33,7 @@ def facts_of(run: RunData) -> dict[str, str]:
         "hardware": ", ".join(f"{count} x {name}" for name, count in last["devices"].items()),
         "backend": last["backend"],
         "model": _models(run),
+        "strategy": "; ".join(dict.fromkeys(each["strategy"] for each in run.last.named("model"))),
         "precision": _precision(last["choices"]),
         "global batch": f"{last['global_batch']:,}",
         "micro-batch": _micro_batch(run),
@@ -125,9 +124,7 @@ def _ranks(run: RunData) -> str:
 
 def _models(run: RunData) -> str:
     models = run.last.named("model")
-    return "; ".join(
-        f"{each['model']}, {each['parameters']:,} parameters{_trainable(each)}, {each['strategy']}" for each in models
-    )
+    return "; ".join(f"{each['model']}, {each['parameters']:,} parameters{_trainable(each)}" for each in models)
 
 
 def _trainable(model: Record) -> str:
@@ -148,11 +145,11 @@ def _micro_batch(run: RunData) -> str:
 
 
 def _throughput(run: RunData) -> str:
-    curve = run.curves.get("train/samples_per_s")
-    if curve is None or not len(curve):
+    """Samples per second in the steps of all starts: the time between two steps counts, as that of evaluations."""
+    shares = sum_times(run.times)
+    if shares is None or not shares.seconds:
         return ""
-    known = [value for value in curve.values.tolist() if math.isfinite(value)]
-    return f"{statistics.median(known):,.0f}{_PER_SECOND}" if known else ""
+    return f"{run.last.fields['global_batch'] * shares.steps / shares.seconds:,.0f}{_PER_SECOND}"
 
 
 def _memory(run: RunData) -> str:

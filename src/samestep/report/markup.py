@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
+from samestep.messages import plain_text
+
 _VOID: Final = frozenset({"br", "col", "hr", "img", "input", "link", "meta"})
 
 
@@ -87,11 +89,11 @@ def definitions(pairs: Iterable[tuple[str, Content]], class_: str | None = None)
 def _as_markup(content: Content) -> str:
     if content is None:
         return ""
-    return content if isinstance(content, Markup) else escape(str(content))
+    return content if isinstance(content, Markup) else escape(plain_text(str(content)))
 
 
 def _attribute(name: str, value: str | float | bool | None) -> str:
     if value is None or value is False:
         return ""
     name = name.removesuffix("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
+    return f" {name}" if value is True else f' {name}="{escape(plain_text(str(value)))}"'

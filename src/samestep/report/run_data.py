@@ -88,7 +88,7 @@ class SavedCheckpoint:
     error: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunData:
     """What the folder of a run says about it."""
 
@@ -167,7 +167,7 @@ def find_run_folder(folder: Path) -> Path:
         raise ReportError(f"{folder} is a file: pass the folder of a run, such as {folder.parent}")
     linked = folder / LAUNCHER_LINK
     has_own = any((folder / name).exists() for name in (EVENTS_FILE, METRICS_FILE))
-    return linked.resolve() if not has_own and linked.is_dir() else folder.absolute()
+    return linked.resolve() if not has_own and linked.is_dir() else folder.resolve()
 
 
 def read_launches(folder: Path) -> Iterator[Record]:

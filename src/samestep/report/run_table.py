@@ -12,7 +12,7 @@ from samestep.loggers.run_files import WAIT_PREFIX
 from samestep.report.chart_data import difference_charts
 from samestep.report.facts import facts_of, last_metrics
 from samestep.report.page import run_names
-from samestep.report.run_data import LAUNCHER_EVENTS, RunData
+from samestep.report.run_data import LAUNCHER_EVENTS, RunData, find_run_folder
 from samestep.report.time_shares import PARTS, sum_times
 from samestep.report.verdict import active_seconds, describe_run, failures, rank_hours, steps_done
 
@@ -20,8 +20,11 @@ _DEEPEST: Final = 3  # folders below the one that is searched
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The folders of runs at or below `folder`; those of a run's checkpoints and logs are not searched."""
-    return sorted(_find(folder, _DEEPEST))
+    """The folders of runs at or below `folder`, each once; those of a run's checkpoints and logs are not searched.
+
+    The folder of a launcher stands for that of the run to which it links.
+    """
+    return sorted({find_run_folder(each) for each in _find(folder, _DEEPEST)})
 
 
 def _find(folder: Path, deeper: int) -> Iterator[Path]:

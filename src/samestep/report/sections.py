@@ -14,7 +14,7 @@ from samestep.report.chart_data import Chart
 from samestep.report.curves import Curve, Difference
 from samestep.report.facts import is_result
 from samestep.report.head import swatch
-from samestep.report.markup import Content, Markup, Section, element, section, table
+from samestep.report.markup import Content, Markup, Section, element, join, section, table
 from samestep.report.run_data import Record, RunData, SavedCheckpoint, best_checkpoints
 from samestep.report.timeline import draw_timeline, marks_of
 from samestep.report.verdict import FailureRecord, failures
@@ -42,7 +42,15 @@ def curves(charts: Sequence[Chart], runs: Sequence[RunData], names: Sequence[str
     )  # fmt: skip
     note = "Drag over a chart to zoom in, double-click to zoom out. Point at a curve, or tap it, to read its values."
     values = values_table(runs, names)
-    content = *warnings, controls, element("p", note, class_="note"), chart_grid(charts, is_first_wide=True), values
+    without = element("noscript", element("p", "The charts need JavaScript. The tables do not.", class_="differs"))
+    content = (
+        *warnings,
+        without,
+        controls,
+        element("p", note, class_="note"),
+        chart_grid(charts, is_first_wide=True),
+        values,
+    )
     return section("curves", "Curves", *content)
 
 
@@ -112,7 +120,7 @@ def differences(
         name = next(name for name, _, each, _ in found if each is largest)
         sentence = (
             f"Compared with {names[0]}, the largest relative difference of a result is {largest.relative:.1e}: {name} "
-            f"at step {largest.step:,} ({largest.pair[0]!r} and {largest.pair[1]!r})."
+            f"at step {largest.step:,} ({largest.pair[0]:.9g} and {largest.pair[1]:.9g})."
             if largest.largest
             else f"All results are equal to those of {names[0]}, bit by bit."
         )
@@ -188,9 +196,9 @@ def _radio(value: str, text: str, checked: bool) -> Markup:
 
 
 def _difference_row(name: str, run: str, each: Difference) -> list[Content]:
-    equal = int((each.values == 0).sum())
+    equal, relative = int((each.values == 0).sum()), f"{each.relative:.1e}" if each.largest else "0"
     return [
-        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.relative:.1e}",
+        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", relative,
         f"{each.step:,}" if each.largest else "",
     ]  # fmt: skip
 
@@ -251,10 +259,22 @@ def _data_row(each: Record) -> list[Content]:
 
 
 def _checkpoint_table(run: RunData, name: str) -> Markup | None:
+    """The checkpoints that exist, those that failed and the best ones; the others can be unfolded."""
     found = run.checkpoints
     if not found:
         return None
     best = best_checkpoints(found)
+    first = [each for each in found if each.exists or each.error or each in best]
+    removed = [each for each in found if each not in first]
+    text = f"{len(removed):,} removed checkpoint{'s' * (len(removed) != 1)}"
+    parts = [_checkpoint_rows(f"Checkpoints of {name}", first, best)] if first else []
+    if removed:
+        rows = _checkpoint_rows(f"Removed checkpoints of {name}", removed[-_LISTED:], best)
+        parts.append(element("details", element("summary", text), rows))
+    return join(parts)
+
+
+def _checkpoint_rows(caption: str, found: Sequence[SavedCheckpoint], best: Collection[SavedCheckpoint]) -> Markup:
     headings = ["name", "step", "size", "seconds", "training waited", "metric", "state"]
     rows = [
         [
@@ -264,9 +284,9 @@ def _checkpoint_table(run: RunData, name: str) -> Markup | None:
             f"{each.metric[0]} {each.metric[1]:.6g}" if each.metric is not None else "",
             _checkpoint_state(each, best),
         ]
-        for each in found[-_LISTED:]
+        for each in found
     ]  # fmt: skip
-    return table(f"Checkpoints of {name}", headings, rows, numbers=headings[1:5])
+    return table(caption, headings, rows, numbers=headings[1:5])
 
 
 def _checkpoint_state(each: SavedCheckpoint, best: Collection[SavedCheckpoint]) -> Content:

@@ -14,7 +14,7 @@ _CAP: Final = 6.0  # pixels of width of the end of a bar, whose color says how i
 _MOST_LANES: Final = 16  # of ranks; more share one
 _MOST_MARKS: Final = 300  # of one kind; of more, evenly chosen ones are drawn
 _TICKS: Final = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
-_MOST_TICKS: Final = 6
+_MOST_TICKS: Final = 5
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.messages import format_duration
+from samestep.messages import format_duration, plain_text
 from samestep.report.curves import largest_step
 from samestep.report.run_data import Record, RunData, Start
 
@@ -108,7 +108,7 @@ def _of_launcher(event: Record) -> FailureRecord:
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return next((line.strip() for line in plain_text(text).splitlines() if line.strip()), "")
 
 
 def _without_run(run: RunData) -> Verdict:

@@ -3,22 +3,30 @@
 (() => {
   const data = JSON.parse(document.getElementById("chart-data").textContent);
   const HEIGHT = 230, TALL = 320; // of a chart, and of the first one
-  const FEW = 60; // points that are drawn as points, too
-  const COLORS = 8; // of runs, in page.css
+  const FEW = 60; // points of a curve that are drawn as points, too
+  const COLORS = 8; // of runs and ranks, in page.css
   const state = { x: "step", log: false, smoothing: 0 };
   const plots = new Map();
   const isCompared = data.names.length > 1;
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const runColor = (number) => color(`--run-${number % COLORS}`);
+  const rankColor = (number) => color(`--rank-${number % COLORS}`);
   const font = `12px ${getComputedStyle(document.body).fontFamily}`;
   const format = (value) => (value == null ? "–" : Number(value.toPrecision(7)).toString());
-  const formatTick = (value) => (Math.abs(value) >= 1e5 ? value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 5 }) : format(value));
 
-  function duration(seconds) {
-    const total = Math.round(seconds), minutes = Math.floor(total / 60) % 60, hours = Math.floor(total / 3600);
-    const two = (value) => String(value).padStart(2, "0");
-    return hours ? `${hours}:${two(minutes)}:${two(total % 60)}` : `${minutes}:${two(total % 60)}`;
+  function formatTick(value) {
+    const size = Math.abs(value);
+    if (size && (size < 1e-3 || size >= 1e15)) return value.toExponential().length <= 9 ? value.toExponential() : value.toExponential(3);
+    return size >= 1e5 ? value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 6 }) : format(value);
+  }
+
+  // Hours, minutes and seconds; `step` is the distance of ticks, which may be a part of a second.
+  function duration(seconds, step = 1) {
+    const digits = step < 1 ? Math.min(3, Math.ceil(-Math.log10(step))) : 0;
+    const total = Number(seconds.toFixed(digits)), minutes = Math.floor(total / 60) % 60, hours = Math.floor(total / 3600);
+    const two = (value, places = 0) => value.toFixed(places).padStart(places ? places + 3 : 2, "0");
+    return hours ? `${hours}:${two(minutes)}:${two(total % 60, digits)}` : `${minutes}:${two(total % 60, digits)}`;
   }
 
   // An exponential moving average without the bias of its start. Of a long curve it averages the means of its buckets.
@@ -32,9 +40,27 @@
     });
   }
 
-  // The columns of one curve: x and y, without what a logarithmic axis cannot show.
-  function columns(points, x, log, values = points.value) {
-    return [points[x], values.map((value) => (log && !(value > 0) ? null : value))];
+  // The columns of one curve: x and y, without what a logarithmic axis cannot show, with a gap where the run paused.
+  function columns(points, x, log, run, values = points.value) {
+    const places = [...points[x]], shown = values.map((value) => (log && !(value > 0) ? null : value));
+    for (const mark of x === "time" ? data.marks : []) {
+      const at = mark.run === run ? places.findIndex((place) => place >= mark.time) : -1;
+      if (at <= 0) continue;
+      places.splice(at, 0, (places[at - 1] + places[at]) / 2);
+      shown.splice(at, 0, null);
+    }
+    return [places, shown];
+  }
+
+  // All charts over steps begin and end at the same step, and those over time at the same time.
+  const ends = { step: [Infinity, -Infinity], time: [Infinity, -Infinity] };
+  for (const chart of Object.values(data.charts)) {
+    for (const series of chart.series) {
+      for (const x of ["step", "time"]) {
+        if (!series[x]?.length || (x === "step" && chart.x === "time") || (x === "time" && chart.isDifference)) continue;
+        ends[x] = [Math.min(ends[x][0], series[x][0]), Math.max(ends[x][1], series[x].at(-1))];
+      }
+    }
   }
 
   function label(chart, series) {
@@ -54,26 +80,28 @@
     const log = state.log || chart.log;
     const tables = [], lines = [];
     chart.series.filter((series) => series[x]).forEach((series, index) => {
-      // Colors of runs if there are several, otherwise one per curve.
-      const stroke = series.isForecast ? color("--soft") : runColor(isCompared && !series.label ? series.run : index);
+      // Ranks of one of several runs must not have the color of another run.
+      const isRank = isCompared && series.label;
+      const stroke = series.isForecast ? color("--soft") : isRank ? rankColor(index) : runColor(isCompared ? series.run : index);
       const smoothed = state.smoothing > 0 && !chart.log && !series.isForecast;
-      const points = columns(series, x, log);
+      const points = columns(series, x, log, series.run);
       // The first of several runs is a broad line below the others, so that equal curves are both seen.
       const isBelow = isCompared && series.run === 0 && !series.label && !chart.log && !smoothed;
       tables.push(points);
       lines.push({
         label: label(chart, series), stroke, value: legendValue(series, x), spanGaps: Boolean(chart.log || series.isForecast),
         width: isBelow ? 4 : smoothed ? 1 : 1.6, alpha: isBelow ? 0.5 : smoothed ? 0.3 : 1, dash: series.isForecast ? [6, 4] : undefined,
-        points: { size: 5, show: !series.isForecast && points[1].filter((value) => value != null).length <= FEW },
+        points: { size: 5, show: !series.isForecast && points[1].filter((value) => value != null).length <= (series.label ? 1 : FEW) },
       });
       if (smoothed) {
         const source = series.means ?? series, values = smooth(source, state.smoothing);
-        tables.push(columns(source, x, log, values));
+        tables.push(columns(source, x, log, series.run, values));
         lines.push({ label: `${label(chart, series)} (smoothed)`, stroke, value: legendValue(source, x, values), width: 2, points: { show: false } });
       }
     });
     const hasValues = tables.some(([, values]) => values.some((value) => value != null));
-    return { x, log, lines, hasValues, columns: tables.length ? uPlot.join(tables) : [[]] };
+    const joined = tables.length ? uPlot.join([...tables, [ends[x], [null, null]]]).slice(0, -1) : [[]];
+    return { x, log, lines, hasValues, columns: joined };
   }
 
   // The part of the x axis that was zoomed to, if it has the same unit.
@@ -91,17 +119,18 @@
     before?.destroy();
     const axis = { stroke: color("--soft"), font, labelFont: font, grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), size: 5 } };
     const isTime = built.x === "time";
-    const last = built.columns[0].at(-1);
-    const formatX = (value) => (value == null ? "–" : isTime ? duration(value) : value.toLocaleString("en"));
+    const last = Math.max(...chart.series.map((series) => series[built.x]?.at(-1) ?? -Infinity));
+    const formatX = (value, step) => (value == null ? "–" : isTime ? duration(value, step) : value.toLocaleString("en"));
+    const fromZero = { min: { soft: 0, mode: 1 }, max: { pad: 0.1, mode: 2 } }; // so that noise does not look like a leak
     const plot = new uPlot(
       {
         width: Math.max(240, element.clientWidth),
         height: element.closest(".wide") ? TALL : HEIGHT,
         padding: [12, 12, 0, 0],
-        scales: { x: { time: false }, y: { distr: built.log ? 3 : 1 } },
+        scales: { x: { time: false }, y: { distr: built.log ? 3 : 1, ...(chart.x === "time" && !built.log ? { range: fromZero } : {}) } },
         series: [{ label: built.x, value: (_, value, series, at) => formatX(at == null ? last : value) }, ...built.lines],
         axes: [
-          { ...axis, values: (_, ticks) => ticks.map(formatX), label: isTime ? "time since the start" : "step", labelSize: 18, labelGap: 0, size: 32 },
+          { ...axis, values: (_, ticks) => ticks.map((tick) => formatX(tick, ticks[1] - ticks[0])), label: isTime ? "time since the start" : "step", labelSize: 18, labelGap: 0, size: 32 },
           { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : formatTick(tick))) },
         ],
         legend: { markers: { width: 3 } },
