@@ -9,7 +9,6 @@ their hashes and forbids all else.
 import base64
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -80,11 +79,11 @@ def run_names(runs: Sequence[RunData]) -> list[str]:
     >>> run_names([Mock(folder=Path("/a/one/out")), Mock(folder=Path("/a/two/out"))])
     ['one/out', 'two/out']
     """
-    depth, names = 1, [_name(run.folder, 1) for run in runs]
-    deepest = max(len(run.folder.parts) for run in runs)
-    while max(Counter(names).values()) > 1 and depth < deepest:
+    depth, folders = 1, {run.folder for run in runs}
+    deepest = max(len(folder.parts) for folder in folders)
+    while len({_name(folder, depth) for folder in folders}) < len(folders) and depth < deepest:
         depth += 1
-        names = [_name(run.folder, depth) for run in runs]
+    names = [_name(run.folder, depth) for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
 
 

@@ -24,7 +24,11 @@ def time_section(runs: Sequence[RunData], names: Sequence[str], charts: Sequence
         return None
     bars = [_share_bars(name, share, alone=len(known) == 1) for name, share in known]
     rows = [
-        [join([_part_swatch(part), " ", part]), *(_percent(share.share(part)) for _, share in known), MEANINGS[part]]
+        [
+            element("span", _part_swatch(part), " ", part, class_="part"),
+            *(_percent(share.share(part)) for _, share in known),
+            MEANINGS[part],
+        ]
         for part in PARTS
         if any(share.share(part) for _, share in known)
     ]
