@@ -15,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
+from samestep.errors import ReportError
 from samestep.loggers.run_files import format_number
 from samestep.messages import format_duration, format_list, plain_text
 
@@ -43,7 +44,12 @@ def command(folder: Path, sort: str, as_json: bool) -> None:
         raise click.UsageError(f"{folder} does not exist: pass a folder with runs")
     paths, terminal = find_runs(folder), Console(stderr=True)
     paths = track(paths, "reading", console=terminal, transient=True, disable=not sys.stderr.isatty())
-    rows = [describe_row(read_run(path)) for path in paths]
+    rows = list[dict[str, Any]]()
+    for path in paths:
+        try:
+            rows.append(describe_row(read_run(path)))
+        except ReportError as error:  # another file of this name
+            click.echo(f"samestep: {error}", err=True)
     rows = _sorted(rows, sort)
     if as_json:
         click.echo(json.dumps(rows, indent=2))

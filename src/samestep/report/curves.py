@@ -120,7 +120,7 @@ def thin_out(curve: Curve, most: int) -> ThinCurve:
     >>> values = np.zeros(100_000)
     >>> values[77_777] = 5.0
     >>> thin = thin_out(Curve(steps, values, values), 400)
-    >>> len(thin.points), thin.points.values.max(), int(thin.points.steps[thin.points.values.argmax()])
+    >>> len(thin.points), float(thin.points.values.max()), int(thin.points.steps[thin.points.values.argmax()])
     (201, 5.0, 77777)
     """
     if len(curve) <= most:

@@ -7,7 +7,8 @@ from typing import Any
 
 from samestep.loggers.run_files import WAIT_PREFIX, is_learning_rate
 from samestep.messages import format_bytes, format_duration, format_list, format_seconds
-from samestep.report.run_data import Record, RunData
+from samestep.report.run_data import RunData
+from samestep.report.run_records import Record
 from samestep.report.time_shares import peak, sum_times
 from samestep.report.verdict import active_seconds, has_gpus, rank_hours, steps_done
 

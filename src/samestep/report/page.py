@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from samestep import __version__
-from samestep.disk import write_atomically
+from samestep.disk import describe_os_error, write_atomically
+from samestep.errors import ReportError
 from samestep.report import chart_data, sections, time_sections
 from samestep.report.head import page_head
 from samestep.report.markup import Markup, element, join
@@ -29,8 +30,13 @@ _ASSETS: Final = files("samestep.report") / "assets"
 def write_report(runs: Sequence[RunData], out: Path) -> Path:
     """Write the page of one run, or of several runs that are compared with the first; returns its absolute path."""
     out = out.absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, build_page(runs, out))
+    page = build_page(runs, out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, page)
+    except OSError as error:  # the folder of somebody else's run, a full disk
+        reason = describe_os_error(error)
+        raise ReportError(f"the page {out} cannot be written ({reason}): pass another file with --out") from error
     return out
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,11 @@ from samestep.data.audit import AuditReport, audit
 from samestep.environment.processes import process_runs
 from samestep.environment.world import LAUNCHER_LINK
 from samestep.errors import CheckpointError, LedgerError, ReportError
-from samestep.loggers.event_log import EVENTS_FILE, TIMES_FILE, read_records
+from samestep.loggers.event_log import EVENTS_FILE, TIMES_FILE
 from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE
 from samestep.report.curves import Curve, Numbers, read_curves
+from samestep.report.run_records import Record, read_events, read_launches, read_times
 
-Record = Mapping[str, Any]
-LAUNCHER_EVENTS: Final = "launcher-*.jsonl"
-"""In the folder `logs` of a launcher, one file per node."""
 _SILENT_SECONDS: Final = 60.0  # after which a run on another host, which writes every second, counts as ended
 
 
@@ -144,10 +142,10 @@ class RunData:
 def read_run(folder: str | Path) -> RunData:
     """Read the folder of a run, or that of its launcher; raises ReportError if it is neither."""
     path = find_run_folder(Path(folder))
-    events = sorted(read_records(path / EVENTS_FILE), key=lambda event: event["time"])
+    events = read_events(path / EVENTS_FILE)
     read = read_curves(path / METRICS_FILE)
     curves = read.by_name
-    times = list(read_records(path / TIMES_FILE))
+    times = read_times(path / TIMES_FILE)
     written = [np.array([record["time"] for record in times]), *(curve.times for curve in curves.values())]
     starts = _starts(events, np.sort(np.concatenate(written)))
     launchers = {Path(each) for start in starts if (each := start.fields.get("launcher_folder"))} | {path}
@@ -168,13 +166,6 @@ def find_run_folder(folder: Path) -> Path:
     linked = folder / LAUNCHER_LINK
     has_own = any((folder / name).exists() for name in (EVENTS_FILE, METRICS_FILE))
     return linked.resolve() if not has_own and linked.is_dir() else folder.resolve()
-
-
-def read_launches(folder: Path) -> Iterator[Record]:
-    """The events of the launchers of all nodes, each with the name of its host."""
-    for path in sorted((folder / "logs").glob(LAUNCHER_EVENTS)):
-        host = path.name.removeprefix("launcher-").removesuffix(".jsonl")
-        yield from ({**record, "host": host} for record in read_records(path))
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from samestep.loggers.run_files import WAIT_PREFIX
 from samestep.report.chart_data import difference_charts
 from samestep.report.facts import facts_of, last_metrics
 from samestep.report.page import run_names
-from samestep.report.run_data import LAUNCHER_EVENTS, RunData, find_run_folder
+from samestep.report.run_data import RunData, find_run_folder
+from samestep.report.run_records import LAUNCHER_EVENTS
 from samestep.report.time_shares import PARTS, sum_times
 from samestep.report.verdict import active_seconds, describe_run, failures, rank_hours, steps_done
 

@@ -15,7 +15,8 @@ from samestep.report.curves import Curve, Difference
 from samestep.report.facts import is_result
 from samestep.report.head import swatch
 from samestep.report.markup import Content, Markup, Section, element, join, section, table
-from samestep.report.run_data import Record, RunData, SavedCheckpoint, best_checkpoints
+from samestep.report.run_data import RunData, SavedCheckpoint, best_checkpoints
+from samestep.report.run_records import Record
 from samestep.report.timeline import draw_timeline, marks_of
 from samestep.report.verdict import FailureRecord, failures
 

@@ -6,8 +6,9 @@ from samestep.messages import format_bytes, format_seconds
 from samestep.report.bars import Bar, Segment, draw_bars, legend
 from samestep.report.chart_data import Chart
 from samestep.report.facts import planned
-from samestep.report.markup import Content, Markup, Section, element, join, section, table
-from samestep.report.run_data import Record, RunData
+from samestep.report.markup import Content, Markup, Section, element, section, table
+from samestep.report.run_data import RunData
+from samestep.report.run_records import Record
 from samestep.report.sections import chart_grid, unique_warnings
 from samestep.report.time_shares import MEANINGS, PARTS, TimeShares, peak, slowest_rank, sum_times
 from samestep.report.verdict import has_gpus

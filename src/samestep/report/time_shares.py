@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from samestep.distributed.step_times import PHASES
-from samestep.report.run_data import Record
+from samestep.report.run_records import Record
 
 COMMUNICATION: Final = "communication"
 PARTS: Final[tuple[str, ...]] = (

@@ -7,7 +7,8 @@ from typing import Final
 
 from samestep.messages import format_bytes, format_duration, format_seconds
 from samestep.report.markup import Markup, element, join
-from samestep.report.run_data import Record, RunData, Start
+from samestep.report.run_data import RunData, Start
+from samestep.report.run_records import Record
 
 _LANE: Final = 24.0  # pixels of height, in page.css
 _CAP: Final = 6.0  # pixels of width of the end of a bar, whose color says how it ended

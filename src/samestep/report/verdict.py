@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from samestep.messages import format_duration, plain_text
 from samestep.report.curves import largest_step
-from samestep.report.run_data import Record, RunData, Start
+from samestep.report.run_data import RunData, Start
+from samestep.report.run_records import Record
 
 
 @dataclass(frozen=True)
