@@ -92,9 +92,16 @@ def test_differences_are_those_of_common_steps():
     found = compare(curve([1.0, 2.0, 3.0]), curve([2.0, 3.5, 8.0], steps=[1, 2, 3]))
     assert found.steps.tolist() == [1, 2]
     assert found.values.tolist() == [0.0, 0.5]
-    assert (found.largest, found.step, found.pair) == (0.5, 2, (3.0, 3.5))
+    assert (found.largest, found.step) == (0.5, 2)
     assert found.relative == pytest.approx(0.5 / 3.5)
+    assert (found.relative_step, found.pair) == (2, (3.0, 3.5))
     assert compare(curve([1.0]), curve([1.0], steps=[5])) is None
+
+
+def test_the_largest_relative_difference_may_be_at_another_step_than_the_largest_one():
+    found = compare(curve([1000.0, 0.001, 1.0]), curve([1001.0, 0.002, 1.0]))
+    assert (found.largest, found.step) == (1.0, 0)
+    assert (found.relative, found.relative_step, found.pair) == (0.5, 1, (0.001, 0.002))
 
 
 def test_nan_equals_nan_and_differs_from_any_number():

@@ -64,20 +64,23 @@ def test_two_runs_are_compared_with_their_largest_difference_and_where_it_is(ope
     other = finished_run(tmp_path / "2-ranks", of=lambda step: math.exp(-step / 30) * (1 + 1e-7 * (step == 37)))
     page = open_page(page_of(one, other, out=tmp_path / "report.html"))
     text = page.text("#difference")
-    assert "the largest relative difference of a result is 1.0e-07: train/loss at step 37" in text
+    assert "the largest relative difference is 1.0e-07: train/loss of 2-ranks at step 37" in text
+    assert "among 91 values at common steps" in text
     rows = page.page.locator("#difference tbody tr").all_inner_texts()
     assert any(row.split()[:5] == ["test/accuracy", "2-ranks", "1", "1", "0"] for row in rows)
     assert len(page.data()["charts"]["train/loss"]["series"]) == 2
     legend = page.chart("train/loss").locator(".u-legend").inner_text()
     assert "1-rank" in legend
     assert "2-ranks" in legend
-    assert page.colored_pixels("difference train/loss 1") > 0
+    assert page.colored_pixels("difference train/loss") > 0
     assert page.page.get_by_role("table", name="Facts about the runs").is_visible()
 
 
 def test_equal_runs_are_called_equal_bit_by_bit(tmp_path):
     runs = [read_run(finished_run(tmp_path / name)) for name in ("a", "b")]
-    assert "All results are equal to those of a, bit by bit." in build_page(runs, tmp_path / "report.html")
+    assert "All 91 values at common steps are equal to those of a, bit by bit." in build_page(
+        runs, tmp_path / "report.html"
+    )
 
 
 def test_a_failed_run_shows_its_cause_first_with_the_report_and_a_link_to_the_logs(open_page, tmp_path):

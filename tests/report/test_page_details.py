@@ -185,7 +185,25 @@ def test_colors_of_terminals_and_control_characters_are_removed(show):
 def test_the_same_folder_twice_is_compared_with_itself(tmp_path):
     folder = write_run(tmp_path / "run", [start(), FINISHED], losses(range(5)))
     text = build_page([read_run(folder), read_run(folder)], tmp_path / "report.html")
-    assert "All results are equal to those of run (1), bit by bit." in text
+    assert "All 5 values at common steps are equal to those of run (1), bit by bit." in text
+
+
+def test_a_shorter_run_and_metrics_of_one_run_are_named(show, open_page, tmp_path):
+    metrics = [*losses(range(5)), {"step": 4, "time": BEGIN, "only/here": 1.0}]
+    one = write_run(tmp_path / "one", [start(), event("end", 9, status="finished", steps=10)], losses(range(10)))
+    other = write_run(tmp_path / "other", [start(), event("end", 9, status="finished", steps=5)], metrics)
+    page = open_page(write_report([read_run(one), read_run(other)], tmp_path / "report.html"))
+    text = page.text("#difference")
+    assert "All 5 values at common steps are equal to those of one, bit by bit." in text
+    assert "The runs have different numbers of steps: one 10, other 5. Only common steps are compared." in text
+    assert "Only other has, compared with one: only/here." in text
+
+
+def test_many_charts_can_be_filtered(show):
+    metrics = [{"step": step, "time": BEGIN + step, **{f"val/{n}": 1.0 for n in range(20)}} for step in range(3)]
+    page = show([start(), FINISHED], metrics)
+    page.page.get_by_label("filter metrics").fill("VAL 17")
+    assert [title for title in page.page.locator("#curves figcaption").all_inner_texts() if title] == ["val/17"]
 
 
 def test_links_lead_to_the_sections(show):

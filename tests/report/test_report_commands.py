@@ -40,9 +40,10 @@ def test_a_file_that_cannot_be_written_is_one_line(samestep, run, tmp_path):
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "report.html"
     code, _, err = samestep("report", run, "--out", out)
+    reason = "a file is where a folder is needed: choose another folder"
     assert (code, err) == (
         2,
-        f"samestep: the page {out} cannot be written (Not a directory): pass another file with --out\n",
+        f"samestep: the page {out} cannot be written ({reason}); --out writes it to another file\n",
     )
     assert samestep("report", run, "--out", tmp_path)[0] == 2
 
@@ -72,6 +73,34 @@ def test_events_that_other_programs_have_written_are_left_out(samestep, run):
     code, out, err = samestep("report", run)
     assert (code, err) == (0, "")
     assert out.startswith("first: Finished: 90 steps in 1:30.\n")
+
+
+@pytest.mark.parametrize("line", ['{"step": 1, "time": 1, "a": null, "infinite": {"a": "nan"}}', "[" * 100_000, "\0\0"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "times.jsonl"])
+def test_a_damaged_line_does_not_take_the_page_away(samestep, run, name, line):
+    with (run / name).open("a") as file:
+        file.write(line + "\n")
+    assert samestep("report", run)[::2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("times.jsonl", {"step": 1, "time": 2, "steps": 1, "seconds": 1, "phases": {"forward": {}}}),
+        ("events.jsonl", {"event": "checkpoint", "time": 1e300, "checkpoint": "a", "step": 1, "bytes": 1, "seconds": 1,
+                          "waited_seconds": 1, "metric": 7}),
+    ],
+)  # fmt: skip
+def test_values_of_other_types_are_one_line_and_other_runs_are_listed(samestep, run, tmp_path, name, line):
+    other = write_run(tmp_path / "other", [start(), FINISHED], losses(range(5)))
+    with (other / name).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    code, _, err = samestep("report", other)
+    assert code == 2
+    assert err.startswith(f"samestep: {other} has a record that samestep ")
+    code, out, _ = samestep("runs", tmp_path)
+    assert code == 0
+    assert "first" in out
 
 
 def test_a_run_is_listed_once_however_often_it_was_launched(samestep, tmp_path, monkeypatch):

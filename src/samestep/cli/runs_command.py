@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep.errors import ReportError
-from samestep.loggers.run_files import format_number
+from samestep.loggers.run_files import format_number, is_learning_rate
 from samestep.messages import format_duration, format_list, plain_text
 
 _PIPED_WIDTH = 160
@@ -37,7 +37,7 @@ _SHOWN = 3  # metrics
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def command(folder: Path, sort: str, as_json: bool) -> None:
     """List the runs in FOLDER and below, with status, ranks, steps, last metrics and duration."""
-    from samestep.report.run_data import read_run
+    from samestep.report.run_data import read_run, reading
     from samestep.report.run_table import describe_row, find_runs
 
     if not folder.is_dir():
@@ -47,7 +47,8 @@ def command(folder: Path, sort: str, as_json: bool) -> None:
     rows = list[dict[str, Any]]()
     for path in paths:
         try:
-            rows.append(describe_row(read_run(path)))
+            with reading(path):
+                rows.append(describe_row(read_run(path)))
         except ReportError as error:  # another file of this name
             click.echo(f"samestep: {error}", err=True)
     rows = _sorted(rows, sort)
@@ -101,7 +102,8 @@ def _name(path: Path, folder: Path) -> str:
 
 def _metrics(metrics: dict[str, float | None]) -> str:
     """The metrics that matter most: results of evaluations, then the loss."""
-    names = [name for name in metrics if not name.startswith("train/")] + ["train/loss"]
+    others = (name for name in metrics if not name.startswith("train/") and not is_learning_rate(name))
+    names = [*others, "train/loss"]
     shown = [(name, metrics.get(name)) for name in names[-_SHOWN:]]
     return ", ".join(
         f"{name} {format_number(value)}" for name, value in shown if value is not None and math.isfinite(value)

@@ -114,7 +114,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     for line in path.read_bytes().split(b"\n"):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             record = json.loads(line.strip(b"\0\r "))
             if isinstance(record, dict):
                 yield record

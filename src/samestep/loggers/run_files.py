@@ -98,7 +98,7 @@ def _records(path: Path, lines: Iterable[bytes], skipped: list[int] | None) -> I
             continue
         try:
             record = json.loads(text.decode())  # json needs longer for bytes
-        except ValueError:
+        except (ValueError, RecursionError):
             if text.startswith(b"{"):  # a record that was cut off by a kill
                 continue
             record = None
@@ -109,7 +109,8 @@ def _records(path: Path, lines: Iterable[bytes], skipped: list[int] | None) -> I
             example = '{"step": 12, "train/loss": 0.43}'
             raise LogError(f"{path}, line {number} is not a record like {example}: pass the metrics.jsonl of a run")
         if b"null" in text:
-            signs = record.pop("infinite", {})
+            given = record.pop("infinite", {})
+            signs = {name: sign for name, sign in given.items() if sign in (-1, 1)} if isinstance(given, dict) else {}
             for name in [name for name, value in record.items() if value is None]:
                 record[name] = math.copysign(math.inf, signs[name]) if name in signs else math.nan
         yield record

@@ -9,7 +9,7 @@ import numpy as np
 
 from samestep.loggers.run_files import WAIT_PREFIX
 from samestep.report.curves import Curve, Difference, compare, thin_out
-from samestep.report.facts import planned
+from samestep.report.facts import is_result, planned
 from samestep.report.run_data import RunData, Start
 from samestep.report.verdict import has_gpus
 
@@ -79,22 +79,29 @@ def _not_finite_text(runs: Sequence[RunData], names: Sequence[str]) -> str:
     return f"{count:,} of {sum(map(len, curves)):,} values are NaN or infinite, the first at step {first:,}"
 
 
-def difference_charts(runs: Sequence[RunData]) -> list[tuple[str, RunData, Difference, Chart]]:
-    """For every other run and metric: how far it is from the first run."""
-    first, found = runs[0], list[tuple[str, RunData, Difference, Chart]]()
-    pairs = [(name, other) for name in sorted(first.curves, key=_rank_of_name) for other in runs[1:]]
-    known = [(name, other) for name, other in pairs if name in other.curves and not name.startswith(WAIT_PREFIX)]
-    most = points_per_curve(2 * len(known))
-    for name, other in known:
-        difference = compare(first.curves[name], other.curves[name])
-        if difference is not None:
+def find_differences(runs: Sequence[RunData]) -> list[tuple[str, int, Difference]]:
+    """For every metric and other run, by its number: how far it is from the first run."""
+    first = runs[0]
+    names = [name for name in sorted(first.curves, key=_rank_of_name) if not name.startswith(WAIT_PREFIX)]
+    return [
+        (name, number, difference)
+        for name in names
+        for number, other in enumerate(runs[1:], 1)
+        if name in other.curves and (difference := compare(first.curves[name], other.curves[name])) is not None
+    ]
+
+
+def difference_charts(found: Sequence[tuple[str, int, Difference]]) -> list[Chart]:
+    """A chart per metric that differs, with a curve per run."""
+    most, series = points_per_curve(2 * len(found)), dict[str, list[dict[str, Any]]]()
+    for name, number, difference in found:
+        if difference.largest and is_result(name):
             curve = Curve(difference.steps, difference.values, np.zeros(len(difference.steps)))
-            series = _points(thin_out(curve, most).points) | {"run": runs.index(other), "label": ""}
-            chart = Chart(
-                f"difference {name} {runs.index(other)}", name, [series], logarithmic=True, is_difference=True
-            )
-            found.append((name, other, difference, chart))
-    return found
+            points = _points(thin_out(curve, most).points) | {"run": number, "label": ""}
+            series.setdefault(name, []).append(points)
+    return [
+        Chart(f"difference {name}", name, each, logarithmic=True, is_difference=True) for name, each in series.items()
+    ]
 
 
 def usage_charts(run: RunData, number: int = 0, run_name: str = "") -> list[Chart]:

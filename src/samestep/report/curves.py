@@ -47,7 +47,8 @@ class Difference:
     values: Numbers  # absolute differences; NaN where either is not finite and they are not equal
     largest: float
     step: int  # where it is largest
-    relative: float  # the largest difference, relative to the larger of the two values there
+    relative: float  # the largest difference relative to the larger of the two values, over all steps
+    relative_step: int  # where that is
     pair: tuple[float, float]  # the values there
 
 
@@ -156,12 +157,14 @@ def compare(one: Curve, other: Curve) -> Difference | None:
         values = np.abs(a - b)
     values[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
     known = np.where(np.isnan(values), np.inf, values)  # only one of them is finite
-    at = int(known.argmax())
-    pair = float(a[at]), float(b[at])
-    scale = max(abs(pair[0]), abs(pair[1]))
-    largest = float(known[at])
-    relative = largest / scale if scale and np.isfinite(scale) else (np.inf if largest else 0.0)
-    return Difference(steps, values, largest, int(steps[at]), float(relative), pair)
+    scale = np.maximum(np.abs(a), np.abs(b))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = np.where(known == 0.0, 0.0, np.where(np.isfinite(scale), known / scale, np.inf))
+    at, farthest = int(known.argmax()), int(relative.argmax())
+    pair = float(a[farthest]), float(b[farthest])
+    return Difference(
+        steps, values, float(known[at]), int(steps[at]), float(relative[farthest]), int(steps[farthest]), pair
+    )
 
 
 def largest_step(curves: Sequence[Curve]) -> int | None:

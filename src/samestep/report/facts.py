@@ -15,7 +15,7 @@ from samestep.report.verdict import active_seconds, has_gpus, rank_hours, steps_
 _SHOWN = 4
 _RESULTS = 3  # of evaluations
 _PER_SECOND = " samples/s"
-_COMMIT_DIGITS = 12
+_COMMIT_DIGITS = _JOB_DIGITS = 12
 
 
 def facts_of(run: RunData) -> dict[str, str]:
@@ -45,7 +45,7 @@ def facts_of(run: RunData) -> dict[str, str]:
         "peak memory": _memory(run),
         "plan": _plan(run),
         "versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
-        "launched by": ", job ".join(filter(None, (last["launcher"], last["job"]))),
+        "launched by": ", job ".join(filter(None, (last["launcher"], str(last["job"] or "")[:_JOB_DIGITS]))),
     }
     return {name: text for name, text in facts.items() if text}
 

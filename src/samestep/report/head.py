@@ -8,7 +8,7 @@ from samestep.report.markup import Markup, definitions, element, join, table
 from samestep.report.run_data import RunData
 from samestep.report.verdict import describe_run
 
-_EQUAL_FACTS: Final = ("command", "code", "global batch", "seed", "precision", "model", "steps")
+_EQUAL_FACTS: Final = ("code", "global batch", "seed", "precision", "model", "steps")
 """Facts in which runs that should give the same result may not differ."""
 _IN_TILES: Final = ("steps", "throughput", "GPU-hours", "rank-hours", "peak memory")
 _COLORS: Final = 8  # of runs, in page.css

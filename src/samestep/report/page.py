@@ -9,6 +9,7 @@ their hashes and forbids all else.
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -21,7 +22,7 @@ from samestep.errors import ReportError
 from samestep.report import chart_data, sections, time_sections
 from samestep.report.head import page_head
 from samestep.report.markup import Markup, element, join
-from samestep.report.run_data import RunData
+from samestep.report.run_data import RunData, reading
 from samestep.report.verdict import describe_run
 
 _ASSETS: Final = files("samestep.report") / "assets"
@@ -30,13 +31,14 @@ _ASSETS: Final = files("samestep.report") / "assets"
 def write_report(runs: Sequence[RunData], out: Path) -> Path:
     """Write the page of one run, or of several runs that are compared with the first; returns its absolute path."""
     out = out.absolute()
-    page = build_page(runs, out)
+    with reading(runs[0].folder if len(runs) == 1 else Path(os.path.commonpath([run.folder for run in runs]))):
+        page = build_page(runs, out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, page)
     except OSError as error:  # the folder of somebody else's run, a full disk
         reason = describe_os_error(error)
-        raise ReportError(f"the page {out} cannot be written ({reason}): pass another file with --out") from error
+        raise ReportError(f"the page {out} cannot be written ({reason}); --out writes it to another file") from error
     return out
 
 
@@ -49,12 +51,13 @@ def build_page(runs: Sequence[RunData], out: Path) -> str:
         for number, (run, name) in enumerate(zip(runs, names, strict=True))
         for chart in chart_data.usage_charts(run, number, name if names[1:] else "")
     ]
-    compared = chart_data.difference_charts(runs) if len(runs) > 1 else []
+    compared = chart_data.find_differences(runs)
+    differences = chart_data.difference_charts(compared)
     failures = sections.failure_section(runs, names, out)
     is_good = all(describe_run(run).is_good for run in runs)
     shown = [
         failures if not is_good else None,
-        sections.differences(compared, runs, names),
+        sections.differences(compared, differences, runs, names),
         sections.curves(charts, runs, names),
         time_sections.time_section(runs, names, usage),
         time_sections.plan_section(runs, names),
@@ -73,7 +76,7 @@ def build_page(runs: Sequence[RunData], out: Path) -> str:
             _footer(runs),
         ]
     )
-    drawn = {chart.key: chart.to_json() for chart in (*charts, *usage, *(each for _, _, _, each in compared))}
+    drawn = {chart.key: chart.to_json() for chart in (*charts, *usage, *differences)}
     data = {"names": names, "charts": drawn, "marks": chart_data.marks(runs)}
     return _document(" and ".join(names), body, json.dumps(data, allow_nan=False, separators=(",", ":")))
 

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from samestep import __version__
 from samestep.checkpoint.checkpoint_folder import is_lower_better, list_newest_first
 from samestep.checkpoint.manifest import CorruptCheckpoint, read_manifest
 from samestep.data.audit import AuditReport, audit
@@ -139,9 +141,26 @@ class RunData:
         return {self.folder, *(Path(event["checkpoint"]).parent for event in saved)}
 
 
+@contextmanager
+def reading(folder: Path) -> Generator[None]:
+    """Raise ReportError for the run in `folder` if a record has values of unexpected types inside of its fields."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ReportError(
+            f"{folder} has a record that samestep {__version__} cannot read ({type(error).__name__}: {error}): if no "
+            "other program has written to its files, please report this"
+        ) from error
+
+
 def read_run(folder: str | Path) -> RunData:
     """Read the folder of a run, or that of its launcher; raises ReportError if it is neither."""
     path = find_run_folder(Path(folder))
+    with reading(path):
+        return _read_run(path)
+
+
+def _read_run(path: Path) -> RunData:
     events = read_events(path / EVENTS_FILE)
     read = read_curves(path / METRICS_FILE)
     curves = read.by_name

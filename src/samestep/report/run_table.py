@@ -9,7 +9,7 @@ from typing import Any, Final
 from samestep.loggers.event_log import EVENTS_FILE
 from samestep.loggers.loggers import METRICS_FILE
 from samestep.loggers.run_files import WAIT_PREFIX
-from samestep.report.chart_data import difference_charts
+from samestep.report.chart_data import find_differences
 from samestep.report.facts import facts_of, last_metrics
 from samestep.report.page import run_names
 from samestep.report.run_data import RunData, find_run_folder
@@ -85,13 +85,14 @@ def describe_runs_json(runs: Sequence[RunData]) -> dict[str, Any]:
     compared = [
         {
             "metric": metric,
-            "run": names[runs.index(other)],
+            "run": names[number],
             "steps": len(each.steps),
             "largest": each.largest if math.isfinite(each.largest) else None,
             "relative": each.relative if math.isfinite(each.relative) else None,
             "step": each.step,
+            "relative_step": each.relative_step,
         }
-        for metric, other, each, _ in (difference_charts(runs) if len(runs) > 1 else ())
+        for metric, number, each in find_differences(runs)
     ]
     return {"runs": described, "differences": compared}
 

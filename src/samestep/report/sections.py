@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from samestep.loggers.run_files import WAIT_PREFIX
-from samestep.messages import format_bytes, format_duration, format_seconds
+from samestep.messages import format_bytes, format_duration, format_list, format_seconds
 from samestep.report.chart_data import Chart
 from samestep.report.curves import Curve, Difference
 from samestep.report.facts import is_result
@@ -18,9 +18,11 @@ from samestep.report.markup import Content, Markup, Section, element, join, sect
 from samestep.report.run_data import RunData, SavedCheckpoint, best_checkpoints
 from samestep.report.run_records import Record
 from samestep.report.timeline import draw_timeline, marks_of
-from samestep.report.verdict import FailureRecord, failures
+from samestep.report.verdict import FailureRecord, failures, steps_done
 
 _LISTED: Final = 200  # events and warnings; the files have all of them
+_SHOWN_NAMES: Final = 8
+_FILTERED: Final = 8  # charts; if there are more, they can be filtered by name
 
 
 def curves(charts: Sequence[Chart], runs: Sequence[RunData], names: Sequence[str]) -> Section | None:
@@ -38,6 +40,9 @@ def curves(charts: Sequence[Chart], runs: Sequence[RunData], names: Sequence[str
         element("label", element("input", type="checkbox", id="log"), " log scale"),
         element("label", "smoothing ", element("input", type="range", id="smoothing", min=0, max=99, value=0)),
         element("button", "reset zoom", type="button", id="reset"),
+        element("input", type="search", id="filter", placeholder="filter metrics", aria_label="filter metrics")
+        if len(charts) > _FILTERED
+        else None,
         element("span", *legend, class_="legend") if legend else None,
         class_="controls", aria_label="Controls of the charts",
     )  # fmt: skip
@@ -105,31 +110,64 @@ def _value_cells(curve: Curve) -> list[str]:
 
 
 def differences(
-    found: Sequence[tuple[str, RunData, Difference, Chart]], runs: Sequence[RunData], names: Sequence[str]
+    found: Sequence[tuple[str, int, Difference]], charts: Sequence[Chart], runs: Sequence[RunData], names: Sequence[str]
 ) -> Section | None:
     """How far the runs are from the first one."""
     if len(runs) == 1:
         return None
+    lone = _lone_metrics(runs, names)
     if not found:
         text = "The runs have no metric at the same step in common, so nothing can be compared."
-        return section("difference", "Differences", element("p", text))
-    rows = [_difference_row(name, names[runs.index(other)], each) for name, other, each, _ in found]
-    compared = [each for name, _, each, _ in found if is_result(name)]
-    largest = max(compared, key=lambda each: each.relative, default=None)
-    sentence = "The runs have no results in common."
-    if largest is not None:
-        name = next(name for name, _, each, _ in found if each is largest)
-        sentence = (
-            f"Compared with {names[0]}, the largest relative difference of a result is {largest.relative:.1e}: {name} "
-            f"at step {largest.step:,} ({largest.pair[0]:.9g} and {largest.pair[1]:.9g})."
-            if largest.largest
-            else f"All results are equal to those of {names[0]}, bit by bit."
-        )
-    headings = ["metric", "run", "common steps", "equal", "largest difference", "relative", "at step"]
+        return section("difference", "Differences", element("p", text), *lone)
+    compared = [(name, number, each) for name, number, each in found if is_result(name)]
+    sentences = [element("p", _difference_text(compared, names)), *_shorter_runs(runs, names), *lone]
+    headings = [
+        "metric",
+        "run",
+        "common steps",
+        "equal",
+        "largest difference",
+        "at step",
+        "largest relative",
+        "at step ",
+    ]
+    rows = [_difference_row(name, names[number], each) for name, number, each in found]
     shown = table(f"Differences from {names[0]}", headings, rows, numbers=headings[2:])
-    charts = [chart for name, _, each, chart in found if each.largest and is_result(name)]
     note = element("p", "Absolute differences at the steps that both runs have.", class_="note") if charts else None
-    return section("difference", "Differences", element("p", sentence), shown, note, chart_grid(charts))
+    return section("difference", "Differences", *sentences, shown, note, chart_grid(charts))
+
+
+def _difference_text(compared: Sequence[tuple[str, int, Difference]], names: Sequence[str]) -> str:
+    """The largest relative difference of all metrics that training determines, and where it is."""
+    if not compared:
+        return "The runs have no results in common."
+    name, number, each = max(compared, key=lambda item: item[2].relative)
+    steps = sum(len(difference.steps) for *_, difference in compared)
+    if not any(difference.largest for *_, difference in compared):
+        return f"All {steps:,} values at common steps are equal to those of {names[0]}, bit by bit."
+    return (
+        f"Compared with {names[0]}, the largest relative difference is {each.relative:.1e}: {name} of {names[number]} "
+        f"at step {each.relative_step:,} ({each.pair[0]:.9g} and {each.pair[1]:.9g}), among {steps:,} values at common "
+        "steps."
+    )
+
+
+def _shorter_runs(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Markup]:
+    done = [steps_done(run) for run in runs]
+    if len(set(done)) > 1:
+        listed = ", ".join(f"{name} {count:,}" for name, count in zip(names, done, strict=True))
+        yield element("p", f"The runs have different numbers of steps: {listed}. Only common steps are compared.")
+
+
+def _lone_metrics(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Markup]:
+    """Metrics that cannot be compared since the first or the other run lacks them."""
+    for run, name in zip(runs[1:], names[1:], strict=True):
+        pairs = ((runs[0], names[0], run), (run, name, runs[0]))
+        for one, its_name, other in pairs:
+            lone = [each for each in one.curves if each not in other.curves and not each.startswith(WAIT_PREFIX)]
+            if lone:
+                text = f"Only {its_name} has, compared with {name if one is runs[0] else names[0]}: "
+                yield element("p", text, format_list(lone, _SHOWN_NAMES), ".", class_="note")
 
 
 def data_section(runs: Sequence[RunData], names: Sequence[str]) -> Section | None:
@@ -146,8 +184,9 @@ def timeline_section(runs: Sequence[RunData], names: Sequence[str]) -> Section |
         if picture is None:
             continue
         begin, listed = run.first.time, marks_of(run)
-        rows = [[format_duration(max(0.0, mark.time - begin)), mark.kind, mark.text] for mark in listed[:_LISTED]]
-        more = f", the first {_LISTED}" if len(listed) > _LISTED else ""
+        some = listed if len(listed) <= _LISTED else [*listed[: _LISTED // 2], *listed[-_LISTED // 2 :]]
+        rows = [[format_duration(max(0.0, mark.time - begin)), mark.kind, mark.text] for mark in some]
+        more = f": the first and the last {_LISTED // 2}" if len(listed) > _LISTED else ""
         count = f"{len(listed):,} event{'s' * (len(listed) != 1)} as a list{more}"
         whole = element("details", element("summary", count), table("Events", ["after", "event", "what"], rows))
         parts += [element("h3", name) if names[1:] else None, picture, whole if rows else None]
@@ -197,10 +236,11 @@ def _radio(value: str, text: str, checked: bool) -> Markup:
 
 
 def _difference_row(name: str, run: str, each: Difference) -> list[Content]:
-    equal, relative = int((each.values == 0).sum()), f"{each.relative:.1e}" if each.largest else "0"
+    equal = int((each.values == 0).sum())
+    differs = bool(each.largest)
     return [
-        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", relative,
-        f"{each.step:,}" if each.largest else "",
+        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.step:,}" if differs else "",
+        f"{each.relative:.1e}" if differs else "0", f"{each.relative_step:,}" if differs else "",
     ]  # fmt: skip
 
 
@@ -267,7 +307,8 @@ def _checkpoint_table(run: RunData, name: str) -> Markup | None:
     best = best_checkpoints(found)
     first = [each for each in found if each.exists or each.error or each in best]
     removed = [each for each in found if each not in first]
-    text = f"{len(removed):,} removed checkpoint{'s' * (len(removed) != 1)}"
+    more = f": the last {_LISTED}" if len(removed) > _LISTED else ""
+    text = f"{len(removed):,} removed checkpoint{'s' * (len(removed) != 1)}{more}"
     parts = [_checkpoint_rows(f"Checkpoints of {name}", first, best)] if first else []
     if removed:
         rows = _checkpoint_rows(f"Removed checkpoints of {name}", removed[-_LISTED:], best)

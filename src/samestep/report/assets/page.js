@@ -229,6 +229,13 @@
   }
 
   const controls = document.querySelector(".controls");
+  document.getElementById("filter")?.addEventListener("input", ({ target }) => {
+    const words = target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const figure of document.querySelectorAll("#curves figure")) {
+      const title = figure.querySelector("figcaption").textContent.toLowerCase();
+      figure.hidden = !words.every((word) => title.includes(word));
+    }
+  });
   controls?.addEventListener("submit", (event) => event.preventDefault());
   controls?.querySelectorAll("input[name=x]").forEach((input) =>
     input.addEventListener("change", change((target) => { state.x = target.value; })));
