@@ -117,6 +117,19 @@ def test_a_run_is_listed_once_however_often_it_was_launched(samestep, tmp_path, 
     assert len(json.loads(samestep("runs", "--json")[1])) == 1
 
 
+def test_a_run_that_has_ended_is_listed_with_its_summary_as_with_its_curves(samestep, tmp_path):
+    metrics = [*losses(range(90)), {"step": 89, "epoch": 8, "time": 0.0, "test/accuracy": 0.5}]
+    last = {"train/loss": 1 / 90, "test/accuracy": 0.5}
+    write_run(tmp_path / "a", [start(), FINISHED], metrics)
+    write_run(tmp_path / "b", [start(), FINISHED], metrics, summary={"metrics": last, "steps": 90})
+    rows = json.loads(samestep("runs", tmp_path, "--json")[1])
+    one, other = ({key: value for key, value in row.items() if key not in ("name", "folder")} for row in rows)
+    assert one == other
+    assert other["metrics"] == last
+    (tmp_path / "b" / "metrics.jsonl").write_text("")  # it is not read for a list
+    assert json.loads(samestep("runs", tmp_path, "--json")[1])[1]["metrics"] == last
+
+
 def test_folders_that_cannot_be_read_are_named_and_the_others_are_listed(samestep, run, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "metrics.jsonl").write_text("step,loss\n")

@@ -37,7 +37,7 @@ _SHOWN = 3  # metrics
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def command(folder: Path, sort: str, as_json: bool) -> None:
     """List the runs in FOLDER and below, with status, ranks, steps, last metrics and duration."""
-    from samestep.report.run_data import read_run, reading
+    from samestep.report.run_data import read_last_values, reading
     from samestep.report.run_table import describe_row, find_runs
 
     if not folder.is_dir():
@@ -48,7 +48,7 @@ def command(folder: Path, sort: str, as_json: bool) -> None:
     for path in paths:
         try:
             with reading(path):
-                rows.append(describe_row(read_run(path)))
+                rows.append(describe_row(read_last_values(path)))
         except ReportError as error:  # another file of this name
             click.echo(f"samestep: {error}", err=True)
     rows = _sorted(rows, sort)

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,8 @@ from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE
 from samestep.report.curves import Curve, Numbers, read_curves
 from samestep.report.run_records import Record, read_events, read_launches, read_times
 
+_TAIL_BYTES: Final = 65_536
+_TAIL_LINES: Final = 20
 _SILENT_SECONDS: Final = 60.0  # after which a run on another host, which writes every second, counts as ended
 
 
@@ -174,6 +176,38 @@ def _read_run(path: Path) -> RunData:
     summary = read_summary(path / SUMMARY_FILE)
     launches.sort(key=lambda event: event["time"])
     return RunData(path, starts, curves, read.epochs, times, launches, summary, read.skipped)
+
+
+def read_last_values(folder: Path) -> RunData:
+    """Read a run for a list of runs: if it has ended, its last values from summary.json, not the whole curves."""
+    path = find_run_folder(folder)
+    with reading(path):
+        events, summary = read_events(path / EVENTS_FILE), read_summary(path / SUMMARY_FILE)
+        starts = _starts(events, np.array([]))
+        last = summary.get("metrics")
+        if not starts or any(start.end is None for start in starts) or not last:
+            return _read_run(path)
+        step = max(0, int(summary.get("steps", 1)) - 1)
+        ended = starts[-1].until
+        curves = {
+            name: Curve(np.array([step]), np.array([np.nan if value is None else float(value)]), np.array([ended]))
+            for name, value in last.items()
+        }
+        return RunData(path, starts, curves, _last_epoch(path / METRICS_FILE) + 1, [], [], summary)
+
+
+def _last_epoch(path: Path) -> int:
+    """The last epoch that the end of a metrics.jsonl names; -1 if it names none."""
+    if not path.is_file():
+        return -1
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines()[-_TAIL_LINES:]
+    found = -1
+    for line in lines:
+        with suppress(ValueError, TypeError):
+            found = max(found, int(json.loads(line).get("epoch", -1)))
+    return found
 
 
 def find_run_folder(folder: Path) -> Path:
