@@ -1,86 +1,87 @@
 """The cost of what `samestep report` shows: CPU time that recording adds to a step of 10 ms.
 
-    python benchmarks/recording.py [--rounds 9] [--steps 300]
+    python benchmarks/recording.py
 
-One process trains a small model in steps of 10 ms, of which it sleeps most, so that metrics are exchanged once per 100
-steps as in a real run. Rounds with and without recording alternate: phases of each step, what the rank uses, and the
-lines of times.jsonl. The difference of the CPU seconds of the process, between the fastest rounds, must be below 0.5 % of a
-step. Other processes on the machine disturb CPU seconds less than wall seconds. Then the time of one event and of the page of 1e6 points.
+In each step: the phases, the hook that sees the backward pass, and the times of records. Once per second, which is 100
+steps: what the rank uses, the numbers that it sends, and a line of times.jsonl. Each part is measured alone, the fastest
+of many repetitions, which other processes on the machine disturb least; the sum must be below 0.5 % of a step. Then one
+event, and the page of 1e6 points.
 """
 
 import argparse
-import statistics
 import tempfile
 import time
-from contextlib import ExitStack, nullcontext, redirect_stdout
-from os import devnull
+import timeit
+from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import patch
+from types import SimpleNamespace
 
+import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
-from samestep import Run
-from samestep.distributed.step_times import PHASES, StepInterval, StepTimes
+from samestep.distributed.step_times import StepTimes
 from samestep.loggers.event_log import EventLog
 from samestep.report import read_run, write_report
-from samestep.training.rank_usage import RankUsage, Usage
+from samestep.training.rank_usage import Usage, pack_usage, usage_record
 
 STEP_SECONDS = 10e-3
-SLEEP_SECONDS = 8e-3
+STEPS_PER_SYNC = 100
 MAX_SHARE = 0.005
-EVENTS = 5000
+RANKS = 8  # in a line of times.jsonl
 POINTS = 1_000_000
+REPEATS = 50
+CPU = torch.device("cpu")
 
 
-def nothing(*_: object) -> None:
-    """Take the place of a method."""
+def fastest(function: Callable[[], object], number: int = 200) -> float:
+    """The seconds of one call, in the fastest of many repetitions."""
+    return min(timeit.repeat(function, number=number, repeat=REPEATS)) / number
 
 
-def without_recording() -> ExitStack:
-    """Turn off what measures and records; metrics.jsonl and the exchange of metrics stay."""
-    off = ExitStack()
-    interval = StepInterval(0.0, dict.fromkeys(PHASES, 0.0))
-    for name in ("begin_step", "begin_micro_batch", "end_step", "start_waiting", "stop_waiting"):
-        off.enter_context(patch.object(StepTimes, name, nothing))
-    off.enter_context(patch.object(StepTimes, "enter", lambda *_: "other"))
-    off.enter_context(patch.object(StepTimes, "take", lambda *_: (interval, [])))
-    off.enter_context(patch.object(Usage, "take", lambda *_: RankUsage(0.0, 0.0, 0.0)))
-    off.enter_context(patch.object(EventLog, "_append", nothing))
-    return off
+def seconds_of_phases(times: StepTimes) -> float:
+    """What a step with one micro-batch calls, but for the backward pass."""
+
+    def step() -> None:
+        times.begin_step()
+        for _ in times.time_reads(iter((None,))):
+            times.begin_micro_batch()
+        for phase in ("optimizer", "other"):
+            times.enter(phase)
+        times.end_step()
+        time.time()  # of the two values that every step logs
+        time.time()
+
+    return fastest(step)
 
 
-def cpu_seconds_per_step(folder: Path, steps: int) -> float:
-    """Train, and return the CPU seconds of this process per step, without the first ones."""
-    data = TensorDataset(torch.randn(8 * steps, 16, generator=torch.Generator().manual_seed(0)))
-    began = 0.0
-    with Run(global_batch=8, seed=0, folder=folder) as run:
-        model = run.wrap(nn.Linear(16, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for epoch in run.shard(data, shuffle=True, num_workers=0).epochs(1):
-            for step in epoch:
-                if step.number == steps // 3:
-                    began = time.process_time()
-                for (inputs,) in step:
-                    step.mean(model(inputs).square().squeeze(1)).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                time.sleep(SLEEP_SECONDS)
-        return (time.process_time() - began) / (steps - steps // 3)
+def seconds_of_backward(times: StepTimes) -> float:
+    """What watching adds to a backward pass: a hook of the loss and a callback at the end."""
+    weight = torch.ones(1, requires_grad=True)
+
+    def plain() -> None:
+        (weight * 2).sum().backward()
+
+    def watched() -> None:
+        loss = (weight * 2).sum()
+        times.watch_backward(loss, reduces=False)
+        loss.backward()
+
+    return max(0.0, fastest(watched) - fastest(plain))
 
 
-def seconds_per_event(folder: Path) -> float:
-    """The seconds of one event of usual size, with its write."""
-    log = EventLog()
-    log.open(folder)
-    fields = {"checkpoint": "/runs/first/checkpoints/step-400", "step": 400, "bytes": 123_456_789, "seconds": 1.234}
-    begin = time.perf_counter()
-    for _ in range(EVENTS):
-        log.record("checkpoint", fields)
-    seconds = (time.perf_counter() - begin) / EVENTS
-    log.close()
-    return seconds
+def seconds_of_line(times: StepTimes, log: EventLog) -> float:
+    """What is measured, packed and written once per second."""
+    usage, rows = Usage(CPU), np.zeros((RANKS, 0))
+    times.begin_step()
+    times.end_step()
+    interval, waits = times.take()
+    rows = np.array([pack_usage(interval, waits, usage.take())] * RANKS) + 0.123456
+
+    def line() -> None:
+        pack_usage(*times.take(), usage.take())
+        log.record_times(400, usage_record(rows))
+
+    return fastest(line, 20)
 
 
 def seconds_and_bytes_of_page(folder: Path) -> tuple[float, int]:
@@ -89,37 +90,32 @@ def seconds_and_bytes_of_page(folder: Path) -> tuple[float, int]:
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(POINTS):
             file.write(f'{{"step": {step}, "time": {1.7e9 + step}, "train/loss": {1 / (1 + step)}}}\n')
-    begin = time.perf_counter()
+    begin = time.process_time()
     page = write_report([read_run(folder)], folder / "report.html")
-    return time.perf_counter() - begin, page.stat().st_size
+    return time.process_time() - begin, page.stat().st_size
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=300)
-    args = parser.parse_args()
+    parser.parse_args()
     torch.set_num_threads(1)
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
-    with tempfile.TemporaryDirectory() as folder, Path(devnull).open("w") as silence:
-        here = Path(folder)
-        with redirect_stdout(silence):
-            cpu_seconds_per_step(here / "warm-up", args.steps // 3)
-            for number in range(args.rounds):
-                for name in ("with", "without") if number % 2 else ("without", "with"):
-                    with without_recording() if name == "without" else nullcontext():
-                        seconds[name].append(cpu_seconds_per_step(here / f"{number}-{name}", args.steps))
-        added = min(seconds["with"]) - min(seconds["without"])
-        median = statistics.median(a - b for a, b in zip(seconds["with"], seconds["without"], strict=True))
-        event, (page, size) = seconds_per_event(here), seconds_and_bytes_of_page(here / "page")
-    share = added / STEP_SECONDS
-    for name, found in seconds.items():
-        print(f"{name} recording: {min(found) * 1e6:.0f} us of CPU per step in the fastest of {len(found)} rounds")
-    print(f"recording adds {added * 1e6:.1f} us of CPU per step = {share:.2%} of {STEP_SECONDS * 1e3:.0f} ms")
-    print(f"median of the differences of rounds: {median * 1e6:.1f} us")
+    times = StepTimes(SimpleNamespace(waited=0.0, alone=True), CPU)  # pyright: ignore[reportArgumentType]  # no peers
+    with tempfile.TemporaryDirectory() as name:
+        folder, log = Path(name), EventLog()
+        log.open(folder)
+        phases, backward, line = seconds_of_phases(times), seconds_of_backward(times), seconds_of_line(times, log)
+        fields = {"checkpoint": "/runs/first/checkpoints/step-400", "step": 400, "bytes": 123_456_789, "seconds": 1.234}
+        event = fastest(lambda: log.record("checkpoint", fields), 20)
+        log.close()
+        page, size = seconds_and_bytes_of_page(folder / "page")
+    step = phases + backward + line / STEPS_PER_SYNC
+    share = step / STEP_SECONDS
+    print(f"phases of a step: {phases * 1e6:.1f} us; backward pass: {backward * 1e6:.1f} us")
+    print(f"a line of times.jsonl for {RANKS} ranks, once per second: {line * 1e6:.0f} us")
+    print(f"together {step * 1e6:.1f} us per step = {share:.3%} of {STEP_SECONDS * 1e3:.0f} ms")
     print(f"one event, with its write: {event * 1e6:.0f} us")
-    print(f"page of {POINTS:,} points: {page:.1f} s, {size / 1e6:.2f} MB")
+    print(f"page of {POINTS:,} points: {page:.1f} s of CPU, {size / 1e6:.2f} MB")
     assert share < MAX_SHARE, f"recording costs {share:.2%} of a step, more than {MAX_SHARE:.1%}"
 
 

@@ -1,6 +1,8 @@
 """`samestep report` and `samestep runs` on folders that are not as expected: one line that says what to do."""
 
 import json
+import os
+import threading
 
 import pytest
 
@@ -48,6 +50,21 @@ def test_a_file_that_cannot_be_written_is_one_line(samestep, run, tmp_path):
     assert samestep("report", run, "--out", tmp_path)[0] == 2
 
 
+def test_a_link_is_followed_and_a_pipe_is_not_replaced(samestep, run, tmp_path):
+    (tmp_path / "link.html").symlink_to(tmp_path / "target.html")
+    assert samestep("report", run, "--out", tmp_path / "link.html")[0] == 0
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "target.html").read_text().startswith("<!doctype html>")
+    os.mkfifo(tmp_path / "pipe")
+    received = list[str]()
+    reader = threading.Thread(target=lambda: received.append((tmp_path / "pipe").read_text()))
+    reader.start()
+    assert samestep("report", run, "--out", tmp_path / "pipe")[0] == 0
+    reader.join()
+    assert received[0].startswith("<!doctype html>")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_a_name_that_is_a_path_upwards_is_that_of_the_folder(samestep, run, tmp_path, monkeypatch):
     (run / "logs").mkdir()
     monkeypatch.chdir(run / "logs")
@@ -75,7 +92,15 @@ def test_events_that_other_programs_have_written_are_left_out(samestep, run):
     assert out.startswith("first: Finished: 90 steps in 1:30.\n")
 
 
-@pytest.mark.parametrize("line", ['{"step": 1, "time": 1, "a": null, "infinite": {"a": "nan"}}', "[" * 100_000, "\0\0"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1, "time": 1, "a": null, "infinite": {"a": "nan"}}',
+        "[" * 100_000,
+        "\0\0",
+        '{"event": "end", "time": 1e300, "status": "failed", "steps": 3}',
+    ],
+)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "times.jsonl"])
 def test_a_damaged_line_does_not_take_the_page_away(samestep, run, name, line):
     with (run / name).open("a") as file:
@@ -87,7 +112,7 @@ def test_a_damaged_line_does_not_take_the_page_away(samestep, run, name, line):
     ("name", "line"),
     [
         ("times.jsonl", {"step": 1, "time": 2, "steps": 1, "seconds": 1, "phases": {"forward": {}}}),
-        ("events.jsonl", {"event": "checkpoint", "time": 1e300, "checkpoint": "a", "step": 1, "bytes": 1, "seconds": 1,
+        ("events.jsonl", {"event": "checkpoint", "time": 1767225600, "checkpoint": "a", "step": 1, "bytes": 1, "seconds": 1,
                           "waited_seconds": 1, "metric": 7}),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -23,6 +23,8 @@ _PIPED_WIDTH = 160
 _STYLES = {"finished": "green", "running": "cyan", "preempted": "yellow", "stopped": "yellow"}
 _COLUMNS = ("name", "status", "started", "duration", "ranks", "steps")
 _SHOWN = 3  # metrics
+_WIDTHS: Final = {"started": 100, "duration": 70, "ranks": 60}
+"""Columns that are left out on a narrower terminal."""
 
 
 @click.command("runs")
@@ -76,19 +78,22 @@ def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
 
 def _print(rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in (*_COLUMNS, "last metrics"):
-        table.add_column(title, overflow="fold", justify="right" if title in _COLUMNS[3:] else "left")
+    shown = [title for title in _COLUMNS if console.width >= _WIDTHS.get(title, 0)]
+    for title in (*shown, "last metrics"):
+        is_text = title in ("name", "last metrics")
+        right = "right" if title in _COLUMNS[3:] else "left"
+        table.add_column(title, overflow="fold", justify=right, no_wrap=not is_text)
     for row in rows:
         started = row["started"]
-        table.add_row(
-            Text(plain_text(_name(Path(row["folder"]), folder))),
-            Text(row["status"], _STYLES.get(row["status"], "red")),
-            f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if started is not None else "",
-            format_duration(row["seconds"]),
-            str(row["ranks"] or ""),
-            f"{row['steps']:,}",
-            Text(_metrics(row["metrics"])),
-        )
+        cells = {
+            "name": Text(plain_text(_name(Path(row["folder"]), folder))),
+            "status": Text(row["status"], _STYLES.get(row["status"], "red")),
+            "started": f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if started is not None else "",
+            "duration": format_duration(row["seconds"]),
+            "ranks": str(row["ranks"] or ""),
+            "steps": f"{row['steps']:,}",
+        }
+        table.add_row(*(cells[title] for title in shown), Text(_metrics(row["metrics"])))
     console.print(table)
 
 

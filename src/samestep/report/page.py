@@ -30,12 +30,15 @@ _ASSETS: Final = files("samestep.report") / "assets"
 
 def write_report(runs: Sequence[RunData], out: Path) -> Path:
     """Write the page of one run, or of several runs that are compared with the first; returns its absolute path."""
-    out = out.absolute()
+    out = out.resolve()
     with reading(runs[0].folder if len(runs) == 1 else Path(os.path.commonpath([run.folder for run in runs]))):
         page = build_page(runs, out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(out, page)
+        if out.exists() and not out.is_file():  # a pipe or a device, which must not be replaced by a file
+            out.write_text(page, encoding="utf-8")
+        else:
+            write_atomically(out, page)
     except OSError as error:  # the folder of somebody else's run, a full disk
         reason = describe_os_error(error)
         raise ReportError(f"the page {out} cannot be written ({reason}); --out writes it to another file") from error

@@ -14,6 +14,7 @@ LAUNCHER_EVENTS: Final = "launcher-*.jsonl"
 """In the folder `logs` of a launcher, one file per node."""
 
 _NUMBER: Final = (int, float)
+_LATEST: Final = 1e11  # seconds since 1970; no clock is that wrong
 _Fields = Mapping[str, type | tuple[type, ...]]
 _EVENT_FIELDS: Final[Mapping[str, _Fields]] = {
     "start": {
@@ -61,9 +62,9 @@ def read_times(path: Path) -> list[Record]:
 
 
 def _read(path: Path, fields: Mapping[str, _Fields]) -> Iterator[Record]:
-    known: _Fields = {"event": str, "time": _NUMBER}
+    known: dict[str, type | tuple[type, ...]] = {"event": str, "time": _NUMBER}
     return (each for each in read_records(path) if _has(each, known) and _has(each, fields.get(each["event"], {})))
 
 
 def _has(record: Record, fields: _Fields) -> bool:
-    return all(isinstance(record.get(name), kind) for name, kind in fields.items())
+    return all(isinstance(record.get(name), kind) for name, kind in fields.items()) and 0 <= record["time"] < _LATEST

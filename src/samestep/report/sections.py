@@ -202,7 +202,7 @@ def checkpoint_section(runs: Sequence[RunData], names: Sequence[str]) -> Section
 def failure_section(runs: Sequence[RunData], names: Sequence[str], out: Path) -> Section | None:
     """Each failure with its cause, the report of the launcher, and a link to the logs."""
     parts = [
-        _failure(each, f"{name}: " if names[1:] else "", out)
+        _failure(each, f"{name}: " if names[1:] else "", run, out)
         for run, name in zip(runs, names, strict=True)
         for each in failures(run)
     ]
@@ -338,13 +338,15 @@ def _checkpoint_state(each: SavedCheckpoint, best: Collection[SavedCheckpoint]) 
     return element("strong", f"best, {kept}") if each in best else kept
 
 
-def _failure(each: FailureRecord, prefix: str, out: Path) -> Markup:
+def _failure(each: FailureRecord, prefix: str, run: RunData, out: Path) -> Markup:
     parts: list[Content] = [element("h3", prefix, _clock(each.time)), element("p", each.cause, class_="differs")]
     if each.report:
         parts.append(element("pre", each.report))
     if each.logs:
-        link = os.path.relpath(each.logs, out.parent)
-        parts.append(element("p", "Logs of all ranks: ", element("a", each.logs, href=link)))
+        own = run.folder / "logs"  # of a copy, if the folder was copied
+        logs = own if own.is_dir() else Path(each.logs)
+        link = os.path.relpath(logs, out.parent)
+        parts.append(element("p", "Logs of all ranks: ", element("a", str(logs), href=link)))
     return element("article", *parts)
 
 
