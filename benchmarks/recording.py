@@ -2,10 +2,10 @@
 
     python benchmarks/recording.py
 
-In each step: the phases, the hook that sees the backward pass, and the times of records. Once per second, which is 100
-steps: what the rank uses, the numbers that it sends, and a line of times.jsonl. Each part is measured alone, the fastest
-of many repetitions, which other processes on the machine disturb least; the sum must be below 0.5 % of a step. Then one
-event, and the page of 1e6 points.
+In each step: the phases, the hook that sees the backward pass, and the times of records. Once per second, which is
+100 steps: what the rank uses, the numbers that it sends, and a line of times.jsonl. Each part is measured alone, the
+fastest of many repetitions, which other processes on the machine disturb least; the sum must be below 0.5 % of a step.
+Then one event, and the page of 1e6 points.
 """
 
 import argparse

@@ -92,15 +92,15 @@ def test_events_that_other_programs_have_written_are_left_out(samestep, run):
     assert out.startswith("first: Finished: 90 steps in 1:30.\n")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"step": 1, "time": 1, "a": null, "infinite": {"a": "nan"}}',
-        "[" * 100_000,
-        "\0\0",
-        '{"event": "end", "time": 1e300, "status": "failed", "steps": 3}',
-    ],
+DAMAGED = (
+    '{"step": 1, "time": 1, "a": null, "infinite": {"a": "nan"}}',
+    '{"event": "end", "time": 1e300, "status": "failed", "steps": 3}',
+    "[" * 100_000,
+    "\0\0",
 )
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "times.jsonl"])
 def test_a_damaged_line_does_not_take_the_page_away(samestep, run, name, line):
     with (run / name).open("a") as file:
@@ -112,8 +112,8 @@ def test_a_damaged_line_does_not_take_the_page_away(samestep, run, name, line):
     ("name", "line"),
     [
         ("times.jsonl", {"step": 1, "time": 2, "steps": 1, "seconds": 1, "phases": {"forward": {}}}),
-        ("events.jsonl", {"event": "checkpoint", "time": 1767225600, "checkpoint": "a", "step": 1, "bytes": 1, "seconds": 1,
-                          "waited_seconds": 1, "metric": 7}),
+        ("events.jsonl", {"event": "checkpoint", "time": 1767225600, "checkpoint": "a", "step": 1, "bytes": 1,
+                          "seconds": 1, "waited_seconds": 1, "metric": 7}),
     ],
 )  # fmt: skip
 def test_values_of_other_types_are_one_line_and_other_runs_are_listed(samestep, run, tmp_path, name, line):
