@@ -29,11 +29,11 @@ STEPS_PER_SYNC = 100
 MAX_SHARE = 0.005
 RANKS = 8  # in a line of times.jsonl
 POINTS = 1_000_000
-REPEATS = 50
+REPEATS = 2000
 CPU = torch.device("cpu")
 
 
-def fastest(function: Callable[[], object], number: int = 200) -> float:
+def fastest(function: Callable[[], object], number: int = 4) -> float:
     """The seconds of one call, in the fastest of many repetitions."""
     return min(timeit.repeat(function, number=number, repeat=REPEATS)) / number
 
@@ -81,7 +81,7 @@ def seconds_of_line(times: StepTimes, log: EventLog) -> float:
         pack_usage(*times.take(), usage.take())
         log.record_times(400, usage_record(rows))
 
-    return fastest(line, 20)
+    return fastest(line, 1)
 
 
 def seconds_and_bytes_of_page(folder: Path) -> tuple[float, int]:
@@ -106,7 +106,7 @@ def main() -> None:
         log.open(folder)
         phases, backward, line = seconds_of_phases(times), seconds_of_backward(times), seconds_of_line(times, log)
         fields = {"checkpoint": "/runs/first/checkpoints/step-400", "step": 400, "bytes": 123_456_789, "seconds": 1.234}
-        event = fastest(lambda: log.record("checkpoint", fields), 20)
+        event = fastest(lambda: log.record("checkpoint", fields), 1)
         log.close()
         page, size = seconds_and_bytes_of_page(folder / "page")
     step = phases + backward + line / STEPS_PER_SYNC
