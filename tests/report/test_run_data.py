@@ -1,4 +1,4 @@
-"""The state of a run from its folder: finished, failed, killed, preempted, running; and folders that are no runs."""
+"""The state of a run from its folder: finished, failed, killed, preempted, running; and folders without a run."""
 
 import os
 

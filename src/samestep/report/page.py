@@ -85,7 +85,7 @@ def build_page(runs: Sequence[RunData], out: Path) -> str:
 
 
 def run_names(runs: Sequence[RunData]) -> list[str]:
-    """A short name for each run; runs with folders of the same name are told apart by the folder above.
+    """A short name for each run; runs with folders of the same name get the name of the folder above, too.
 
     >>> from unittest.mock import Mock
     >>> run_names([Mock(folder=Path("/a/one/out")), Mock(folder=Path("/a/two/out"))])

@@ -23,7 +23,7 @@ _DEEPEST: Final = 3  # folders below the one that is searched
 def find_runs(folder: Path) -> list[Path]:
     """The folders of runs at or below `folder`, each once; those of a run's checkpoints and logs are not searched.
 
-    The folder of a launcher stands for that of the run to which it links.
+    The folder of a launcher is replaced by that of the run to which it links.
     """
     return sorted({find_run_folder(each) for each in _find(folder, _DEEPEST)})
 
