@@ -15,6 +15,16 @@ _MAX_DIGITS = 18  # of a 64-bit integer; int() refuses to read thousands of digi
 _LONGEST_VALUE = 60  # characters of a value that an error shows
 _SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
 _HIDDEN = "***"
+_CONTROL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+def plain_text(text: str) -> str:
+    r"""The text without the colors of terminals and without control characters; line breaks and tabs stay.
+
+    >>> plain_text("\x1b[31mred\x1b[0m")
+    'red'
+    """
+    return _CONTROL_CODE.sub("", text)
 
 
 class SamestepWarning(UserWarning):

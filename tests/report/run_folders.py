@@ -65,7 +65,7 @@ def times(step: int, seconds: float, ranks: int = 2, **fields):
         "steps": 10,
         "seconds": 1.0,
         "phases": phases,
-        "waiting": [0.2] * ranks,
+        "communication": [0.2] * ranks,
         "memory_bytes": [2**30] * ranks,
         "cpu_cores": [1.0] * ranks,
         **fields,

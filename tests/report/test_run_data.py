@@ -1,4 +1,4 @@
-"""The state of a run from its folder: finished, failed, killed, preempted, running; and folders that are no runs."""
+"""The state of a run from its folder: finished, failed, killed, preempted, running; and folders without a run."""
 
 import os
 
@@ -29,7 +29,7 @@ def test_a_run_that_was_killed_and_resumed_on_other_ranks(tmp_path):
     assert [each.status for each in run.starts] == ["killed", "finished"]
     assert run.last.first_step == 40
     assert [each.until - BEGIN for each in run.starts] == [59, 130]  # the first one ended with its last record
-    assert describe_run(run).text == "Finished: 70 steps in 1:29, in 2 starts, on 2 and 1 ranks."
+    assert describe_run(run).text == "Finished: 70 steps in 1:29, in 2 starts, on 2 and 1 ranks (killed before)."
 
 
 def test_the_end_of_a_killed_start_is_its_last_record(tmp_path):
@@ -53,6 +53,15 @@ def test_a_failed_run_has_the_cause_of_the_launcher_or_else_that_of_rank_0(tmp_p
     launched = read_run(write_run(tmp_path / "launched", [start(), end], launches=[failure]))
     assert describe_run(launched).text == "Failed after 8 steps in 0:09. rank 1: ValueError: bad sample 7"
     assert [each.logs for each in failures(launched)] == ["/l"]
+
+
+def test_how_earlier_starts_ended_is_part_of_the_verdict(tmp_path):
+    def preempted(seconds):
+        return [start(seconds), event("end", seconds + 5, status="preempted", steps=9)]
+
+    events = [*preempted(0), *preempted(10), start(20), start(30), event("end", 40, status="finished", steps=70)]
+    text = describe_run(read_run(write_run(tmp_path, events))).text
+    assert text == "Finished: 70 steps in 0:20, in 4 starts (preempted 2 times, killed before)."
 
 
 def test_a_preempted_and_a_stopped_run(tmp_path):

@@ -63,7 +63,7 @@ def test_a_record_has_a_number_per_rank_or_a_summary_of_many():
         "steps": 5,
         "seconds": 10,
         "phases": {"forward": [4, 4]},
-        "waiting": [5, 5],
+        "communication": [5, 5],
         "memory_bytes": [1074000000, 1074000000],
         "cpu_cores": [1.5, 1.5],
     }

@@ -181,7 +181,7 @@ class Retention:
             return f"an old checkpoint in {self.folder} could not be removed ({error}): remove it by hand"
         if best != published or self.keep_best is None:
             return None
-        order = "lower" if _is_lower_better(self.keep_best) else "higher"
+        order = "lower" if is_lower_better(self.keep_best) else "higher"
         return f"best checkpoint so far: {published.name} by {self.keep_best} ({order} is better)"
 
     def _remove_old(self, published: Path) -> Path | None:
@@ -217,7 +217,7 @@ class Retention:
 
 def _best(manifests: dict[PublishedCheckpoint, Manifest], metric: str) -> PublishedCheckpoint | None:
     """Return the checkpoint with the best value, the oldest if several have it."""
-    sign = 1.0 if _is_lower_better(metric) else -1.0
+    sign = 1.0 if is_lower_better(metric) else -1.0
     values = [
         (sign * manifest.metric[1], found)
         for found, manifest in manifests.items()
@@ -226,7 +226,8 @@ def _best(manifests: dict[PublishedCheckpoint, Manifest], metric: str) -> Publis
     return min(values)[1] if values else None
 
 
-def _is_lower_better(metric: str) -> bool:
+def is_lower_better(metric: str) -> bool:
+    """Whether `keep_best` takes the smallest value of a metric as the best one: it does if the metric is a loss."""
     return metric.endswith("loss")
 
 

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from samestep.messages import format_bytes
+from samestep.messages import format_bytes, plain_text
 
 if TYPE_CHECKING:
     from samestep.report.run_data import RunData
@@ -35,7 +35,8 @@ def command(folders: tuple[Path, ...], out: Path | None, show: bool, as_json: bo
     """
     from samestep.report.page import run_names, write_report
     from samestep.report.run_data import find_run_folder
-    from samestep.report.run_table import describe_json, describe_runs_json
+    from samestep.report.run_table import describe_runs_json
+    from samestep.report.verdict import describe_run
 
     runs = _read(folders)
     if as_json:
@@ -45,7 +46,7 @@ def command(folders: tuple[Path, ...], out: Path | None, show: bool, as_json: bo
     path = write_report(runs, out or (find_run_folder(folders[0]) if len(folders) == 1 else Path()) / _PAGE)
     if not as_json:
         for name, run in zip(run_names(runs), runs, strict=True):
-            click.echo(f"{name}: {describe_json(run)['verdict']}")
+            click.echo(f"{name}: {plain_text(describe_run(run).text)}")
         click.echo(f"report: {path} ({format_bytes(path.stat().st_size)}); open it with a browser")
     if show and not webbrowser.open(path.as_uri()):
         click.echo(f"samestep: no browser was found: open {path.as_uri()} yourself", err=True)

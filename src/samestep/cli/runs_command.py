@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -15,13 +15,16 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from samestep.loggers.run_files import format_number
-from samestep.messages import format_duration, format_list
+from samestep.errors import ReportError
+from samestep.loggers.run_files import format_number, is_learning_rate
+from samestep.messages import format_duration, format_list, plain_text
 
 _PIPED_WIDTH = 160
 _STYLES = {"finished": "green", "running": "cyan", "preempted": "yellow", "stopped": "yellow"}
 _COLUMNS = ("name", "status", "started", "duration", "ranks", "steps")
 _SHOWN = 3  # metrics
+_WIDTHS: Final = {"started": 100, "duration": 70, "ranks": 60}
+"""Columns that are left out on a narrower terminal."""
 
 
 @click.command("runs")
@@ -36,14 +39,20 @@ _SHOWN = 3  # metrics
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list instead of a table.")
 def command(folder: Path, sort: str, as_json: bool) -> None:
     """List the runs in FOLDER and below, with status, ranks, steps, last metrics and duration."""
-    from samestep.report.run_data import read_run
+    from samestep.report.run_data import read_last_values, reading
     from samestep.report.run_table import describe_row, find_runs
 
     if not folder.is_dir():
         raise click.UsageError(f"{folder} does not exist: pass a folder with runs")
     paths, terminal = find_runs(folder), Console(stderr=True)
     paths = track(paths, "reading", console=terminal, transient=True, disable=not sys.stderr.isatty())
-    rows = [describe_row(read_run(path)) for path in paths]
+    rows = list[dict[str, Any]]()
+    for path in paths:
+        try:
+            with reading(path):
+                rows.append(describe_row(read_last_values(path)))
+        except ReportError as error:  # another file of this name
+            click.echo(f"samestep: {error}", err=True)
     rows = _sorted(rows, sort)
     if as_json:
         click.echo(json.dumps(rows, indent=2))
@@ -69,27 +78,37 @@ def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
 
 def _print(rows: Sequence[dict[str, Any]], folder: Path, console: Console) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in (*_COLUMNS, "last metrics"):
-        table.add_column(title, overflow="fold", justify="right" if title in _COLUMNS[3:] else "left")
+    shown = [title for title in _COLUMNS if console.width >= _WIDTHS.get(title, 0)]
+    for title in (*shown, "last metrics"):
+        is_text = title in ("name", "last metrics")
+        right = "right" if title in _COLUMNS[3:] else "left"
+        table.add_column(title, overflow="fold", justify=right, no_wrap=not is_text)
     for row in rows:
         started = row["started"]
-        path = Path(row["folder"])
-        name = path.relative_to(folder.absolute()) if path.is_relative_to(folder.absolute()) else path
-        table.add_row(
-            Text(str(name) if str(name) != "." else row["name"]),
-            Text(row["status"], _STYLES.get(row["status"], "red")),
-            f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if started is not None else "",
-            format_duration(row["seconds"]),
-            str(row["ranks"] or ""),
-            f"{row['steps']:,}",
-            Text(_metrics(row["metrics"])),
-        )
+        cells = {
+            "name": Text(plain_text(_name(Path(row["folder"]), folder))),
+            "status": Text(row["status"], _STYLES.get(row["status"], "red")),
+            "started": f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}" if started is not None else "",
+            "duration": format_duration(row["seconds"]),
+            "ranks": str(row["ranks"] or ""),
+            "steps": f"{row['steps']:,}",
+        }
+        table.add_row(*(cells[title] for title in shown), Text(_metrics(row["metrics"])))
     console.print(table)
+
+
+def _name(path: Path, folder: Path) -> str:
+    """The path of a run, relative to the folder that is listed or else to the current one, which is often above it."""
+    for base in (folder.resolve(), Path.cwd()):
+        if path.is_relative_to(base):
+            return str(path.relative_to(base)) if path != base else path.name
+    return str(path)
 
 
 def _metrics(metrics: dict[str, float | None]) -> str:
     """The metrics that matter most: results of evaluations, then the loss."""
-    names = [name for name in metrics if not name.startswith("train/")] + ["train/loss"]
+    others = (name for name in metrics if not name.startswith("train/") and not is_learning_rate(name))
+    names = [*others, "train/loss"]
     shown = [(name, metrics.get(name)) for name in names[-_SHOWN:]]
     return ", ".join(
         f"{name} {format_number(value)}" for name, value in shown if value is not None and math.isfinite(value)

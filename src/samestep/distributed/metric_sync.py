@@ -198,7 +198,9 @@ class MetricSync:
         """Write the records of a sync on rank 0."""
         for each in filter(None, records):
             if self._loggers is not None:
-                self._loggers.write(each)
+                self._loggers.write(each, self.pending.times)
+            for position in {row.position for row, _ in each}:
+                self.pending.times.pop(position, None)
 
     def _take(self, with_throughput: bool) -> "MetricBatch":
         """What was logged, and on rank 0 the throughput since it was last taken, for the record of the last step."""
@@ -312,6 +314,8 @@ class PendingMetrics:
     position: int = 0  # see LogRow
     step_row: LogRow | None = None
     """The record of the current or the last step."""
+    times: dict[int, float] = field(default_factory=dict[int, float])
+    """When the last value of a record was logged, in seconds since 1970, by the position of the record."""
     _repeats: Counter[MetricKey] = field(default_factory=Counter)
 
     def begin_step(self, step: int, epoch: int) -> LogRow:
@@ -338,11 +342,13 @@ class PendingMetrics:
             self._repeats[key] += 1
             key = row._replace(repeat=self._repeats[key] - 1), name
         self.values[key] = kept
+        self.times[row.position] = time.time()
         self.values.pop((row, _COUNT + name), None)
 
     def add_mean(self, row: LogRow, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
         """Keep the sum and the count of a mean over all ranks."""
         self.values[row, name], self.values[row, _COUNT + name] = total, count
+        self.times[row.position] = time.time()
 
     def take(self, rank0_values: MetricValues) -> MetricBatch:
         """All keys and values; nothing is pending afterwards."""

@@ -41,6 +41,11 @@ class EventLog:
         self._writing = self._closed = False
 
     @property
+    def is_open(self) -> bool:
+        """Whether records are written immediately."""
+        return self._folder is not None
+
+    @property
     def is_waiting(self) -> bool:
         """Whether there are records and no files yet."""
         return self._folder is None and bool(self._waiting)
@@ -109,7 +114,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     for line in path.read_bytes().split(b"\n"):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             record = json.loads(line.strip(b"\0\r "))
             if isinstance(record, dict):
                 yield record

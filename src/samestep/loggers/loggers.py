@@ -97,12 +97,22 @@ class Loggers:
         """Record an event in events.jsonl, as soon as there are files."""
         self._events.record(event, fields)
 
+    def begin_training(self) -> None:
+        """Write the events from now on: the first step may take minutes, and the run may be killed in it."""
+        if not self._events.is_open and (folder := self._get_folder()) is not None:
+            self._events.open(folder)
+
+    @property
+    def has_files(self) -> bool:
+        """Whether something is written already, so that the folder must stay the same."""
+        return self.is_open or self._events.is_open
+
     def record_times(self, step: int, fields: Mapping[str, object]) -> None:
         """Record in times.jsonl what the ranks have spent their time on."""
         self._events.record_times(step, fields)
 
-    def write(self, values: Mapping[MetricKey, float]) -> None:
-        """Write the records in the order in which they were logged.
+    def write(self, values: Mapping[MetricKey, float], times: Mapping[int, float] | None = None) -> None:
+        """Write the records in the order in which they were logged; `times` has when that was, by their positions.
 
         metrics.jsonl receives all of them, the other loggers a selection of those that contain nothing but `train/...`;
         the last one before an evaluation is always among them.
@@ -118,7 +128,9 @@ class Loggers:
             shown = not all(training[index : index + 2]) or left % stride == 0
             readable = {name: value for name, value in record.items() if not name.startswith(WAIT_PREFIX)}
             for logger in self._all:
-                if shown or logger is self._jsonl:
+                if isinstance(logger, JsonlLogger):
+                    logger.write(row.step, record, row.epoch, row.between_steps, (times or {}).get(row.position))
+                elif shown:
                     part = readable if logger in (self.console, self._text) else record
                     logger.write(row.step, part, row.epoch, row.between_steps)
             self.last.update(readable)

@@ -38,12 +38,17 @@ class JsonlLogger:
         self._file = AppendFile(path, warn, report)
 
     def write(
-        self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
+        self,
+        step: int,
+        values: Mapping[str, float],
+        epoch: int | None = None,
+        between_steps: bool = False,
+        logged_at: float | None = None,
     ) -> None:
-        """Append one record."""
+        """Append one record, which was logged now or at another time, in seconds since 1970."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         position = {"step": step} if epoch is None else {"step": step, "epoch": epoch}
-        record: dict[str, object] = {**position, "time": round(self._clock(), 3), **finite}
+        record: dict[str, object] = {**position, "time": round(logged_at or self._clock(), 3), **finite}
         signs = {name: round(math.copysign(1, value)) for name, value in values.items() if math.isinf(value)}
         if signs:
             record["infinite"] = signs
@@ -74,31 +79,38 @@ def read_metrics(path: str | Path, by_step: bool = False) -> list[dict[str, floa
     return [merged[step] for step in sorted(merged)]
 
 
-def iterate_metrics(path: str | Path) -> Iterator[dict[str, float]]:
-    """The records of a metrics.jsonl, one after the other: a file may be larger than the memory."""
+def iterate_metrics(path: str | Path, skipped: list[int] | None = None) -> Iterator[dict[str, float]]:
+    """The records of a metrics.jsonl, one after the other: a file may be larger than the memory.
+
+    A line that is not a record raises LogError, or its number is added to `skipped`.
+    """
     path = Path(path)
     if not path.is_file():
         raise LogError(f"{path} does not exist: pass the metrics.jsonl in a run's folder")
     with path.open("rb") as file:
-        yield from _records(path, file)
+        yield from _records(path, file, skipped)
 
 
-def _records(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, float]]:
+def _records(path: Path, lines: Iterable[bytes], skipped: list[int] | None) -> Iterator[dict[str, float]]:
     for number, line in enumerate(lines, start=1):
         text = line.strip(b"\0\r\n ")  # blocks that were not written before a crash read as zeros
         if not text:
             continue
         try:
             record = json.loads(text.decode())  # json needs longer for bytes
-        except ValueError:
+        except (ValueError, RecursionError):
             if text.startswith(b"{"):  # a record that was cut off by a kill
                 continue
             record = None
         if not isinstance(record, dict) or "step" not in record:
+            if skipped is not None:
+                skipped.append(number)
+                continue
             example = '{"step": 12, "train/loss": 0.43}'
             raise LogError(f"{path}, line {number} is not a record like {example}: pass the metrics.jsonl of a run")
         if b"null" in text:
-            signs = record.pop("infinite", {})
+            given = record.pop("infinite", {})
+            signs = {name: sign for name, sign in given.items() if sign in (-1, 1)} if isinstance(given, dict) else {}
             for name in [name for name, value in record.items() if value is None]:
                 record[name] = math.copysign(math.inf, signs[name]) if name in signs else math.nan
         yield record

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 
 from samestep.loggers.run_files import WAIT_PREFIX
 from samestep.report.curves import Curve, Difference, compare, thin_out
-from samestep.report.run_data import RunData
+from samestep.report.facts import is_result, planned
+from samestep.report.run_data import RunData, Start
+from samestep.report.verdict import has_gpus
 
 _MOST_POINTS: Final = 4000  # of a curve
 _ALL_POINTS: Final = 60_000  # of all curves: about 40 bytes each
@@ -19,6 +22,7 @@ _USAGE: Final[Mapping[str, tuple[str, float]]] = {
     "gpu_percent": ("GPU utilization, %", 1.0),
 }
 """Columns of times.jsonl: the title of their chart, and the unit."""
+_TITLES: Final = {WAIT_PREFIX.rstrip("/"): "seconds per step for which each rank makes the others wait"}
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,13 @@ class Chart:
     series: list[dict[str, Any]]
     logarithmic: bool = False
     x: str = "step"  # or "time", if it has no steps
+    note: str = ""
+    is_difference: bool = False  # of two runs, which has steps and no times
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        return {"key": self.key, "title": self.title, "x": self.x, "log": self.logarithmic, "series": self.series}
+        options = {"x": self.x, "log": self.logarithmic, "isDifference": self.is_difference}
+        return {"key": self.key, "title": self.title, **options, "series": self.series}
 
 
 def metric_charts(runs: Sequence[RunData]) -> list[Chart]:
@@ -46,40 +53,81 @@ def metric_charts(runs: Sequence[RunData]) -> list[Chart]:
     charts = list[Chart]()
     for title, members in groups.items():
         series = [
-            _series(run.curves[name], index, run, most, name.removeprefix(WAIT_PREFIX) if len(members) > 1 else "")
+            _series(run.curves[name], index, run, most, _wait_label(name) if len(members) > 1 else "")
             for index, run in enumerate(runs)
             for name in members
             if name in run.curves
         ]
-        charts.append(Chart(title, title, series))
+        charts.append(Chart(title, _TITLES.get(title, title), series, note=_not_finite_text(runs, members)))
     return charts
 
 
-def difference_charts(runs: Sequence[RunData]) -> list[tuple[str, RunData, Difference, Chart]]:
-    """For every other run and metric: how far it is from the first run."""
-    first, found = runs[0], list[tuple[str, RunData, Difference, Chart]]()
-    pairs = [(name, other) for name in sorted(first.curves, key=_rank_of_name) for other in runs[1:]]
-    known = [(name, other) for name, other in pairs if name in other.curves and not name.startswith(WAIT_PREFIX)]
-    most = points_per_curve(2 * len(known))
-    for name, other in known:
-        difference = compare(first.curves[name], other.curves[name])
-        if difference is not None:
+def _wait_label(name: str) -> str:
+    """`rank 3`, or `mean` of many ranks."""
+    label = name.removeprefix(WAIT_PREFIX)
+    return f"rank {label}" if label.isdigit() else label
+
+
+def _not_finite_text(runs: Sequence[RunData], names: Sequence[str]) -> str:
+    """How many values a chart cannot show, and where the first one is."""
+    curves = [run.curves[name] for run in runs for name in names if name in run.curves]
+    lost = [curve.steps[~np.isfinite(curve.values)] for curve in curves]
+    count = sum(map(len, lost))
+    if not count:
+        return ""
+    first = min(int(steps[0]) for steps in lost if len(steps))
+    return f"{count:,} of {sum(map(len, curves)):,} values are NaN or infinite, the first at step {first:,}"
+
+
+def find_differences(runs: Sequence[RunData]) -> list[tuple[str, int, Difference]]:
+    """For every metric and other run, by its number: how far it is from the first run."""
+    first = runs[0]
+    names = [name for name in sorted(first.curves, key=_rank_of_name) if not name.startswith(WAIT_PREFIX)]
+    return [
+        (name, number, difference)
+        for name in names
+        for number, other in enumerate(runs[1:], 1)
+        if name in other.curves and (difference := compare(first.curves[name], other.curves[name])) is not None
+    ]
+
+
+def difference_charts(found: Sequence[tuple[str, int, Difference]]) -> list[Chart]:
+    """A chart per metric that differs, with a curve per run."""
+    most, series = points_per_curve(2 * len(found)), dict[str, list[dict[str, Any]]]()
+    for name, number, difference in found:
+        if difference.largest and is_result(name):
             curve = Curve(difference.steps, difference.values, np.zeros(len(difference.steps)))
-            series = _points(thin_out(curve, most).points) | {"run": runs.index(other), "label": ""}
-            chart = Chart(f"difference {name} {runs.index(other)}", name, [series], logarithmic=True)
-            found.append((name, other, difference, chart))
-    return found
+            points = _points(thin_out(curve, most).points) | {"run": number, "label": ""}
+            series.setdefault(name, []).append(points)
+    return [
+        Chart(f"difference {name}", name, each, logarithmic=True, is_difference=True) for name, each in series.items()
+    ]
 
 
-def usage_charts(run: RunData, number: int = 0) -> list[Chart]:
-    """What the ranks of a run use, over time."""
+def usage_charts(run: RunData, number: int = 0, run_name: str = "") -> list[Chart]:
+    """What the ranks of a run use, over time; of several runs with the name of the run in the title."""
     charts = list[Chart]()
     for column, (title, unit) in _USAGE.items():
         rows = [(record["time"], record[column]) for record in run.times if record.get(column)]
         if rows:
             series = [{**each, "run": number} for each in _usage_series(rows, unit, run)]
-            charts.append(Chart(f"usage {column} {number}", title, series, x="time"))
+            if column == "memory_bytes" and (forecast := _memory_forecast(run)) is not None:
+                begin = _begin(run)
+                ends = [round(rows[0][0] - begin, 3), round(rows[-1][0] - begin, 3)]
+                line = {"time": ends, "value": [forecast / unit] * 2, "label": "forecast of the plan", "run": number}
+                series.append({**line, "isForecast": True})
+            shown = f"{run_name}: {title}" if run_name else title
+            charts.append(Chart(f"usage {column} {number}", shown, series, x="time"))
     return charts
+
+
+def _memory_forecast(run: RunData) -> float | None:
+    """The memory per GPU that the plan forecasts; None without a plan or without GPUs."""
+    plan = planned(run)
+    if plan is None or not has_gpus(run):
+        return None
+    memory = plan["chosen"]["memory"]
+    return memory["total"] - memory["overhead"]
 
 
 def marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -89,11 +137,16 @@ def marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             "run": index,
             "step": start.first_step,
             "time": round(start.time - run.first.time, 3),
-            "text": f"start {number} on {start.ranks} rank(s)",
+            "text": f"start {number}{_change_text(before, start)}",
         }
         for index, run in enumerate(runs)
-        for number, start in enumerate(run.starts[1:], 2)
+        for number, (before, start) in enumerate(pairwise(run.starts), 2)
     ]
+
+
+def _change_text(before: Start, start: Start) -> str:
+    """The new number of ranks, if it has changed."""
+    return f": {before.ranks} to {start.ranks} rank{'s' * (start.ranks != 1)}" if start.ranks != before.ranks else ""
 
 
 def points_per_curve(curves: int) -> int:

@@ -1,7 +1,8 @@
 """The curves of a run: read from metrics.jsonl, thinned out without losing a peak, and compared between runs."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from samestep.errors import LogError, ReportError
+from samestep.errors import ReportError
 from samestep.loggers.run_files import iterate_metrics
 
 Numbers = npt.NDArray[np.float64]
@@ -46,7 +47,8 @@ class Difference:
     values: Numbers  # absolute differences; NaN where either is not finite and they are not equal
     largest: float
     step: int  # where it is largest
-    relative: float  # the largest difference, relative to the larger of the two values there
+    relative: float  # the largest difference relative to the larger of the two values, over all steps
+    relative_step: int  # where that is
     pair: tuple[float, float]  # the values there
 
 
@@ -57,24 +59,49 @@ class _Column:
     times: "array[float]" = field(default_factory=lambda: array("d"))
 
 
-def read_curves(path: Path) -> tuple[dict[str, Curve], int]:
-    """The curve of each metric in a metrics.jsonl, and how many epochs its records name; nothing without the file."""
-    columns, epochs = dict[str, _Column](), -1
-    try:
-        for record in iterate_metrics(path) if path.is_file() else ():
-            step, time = int(record["step"]), float(record.get("time", 0.0))
-            epochs = max(epochs, int(record.get("epoch", -1)))
-            for name, value in record.items():
-                if name in _POSITION:
-                    continue
-                if (column := columns.get(name)) is None:
-                    column = columns[name] = _Column()
-                column.steps.append(step)
+@dataclass(frozen=True)
+class Curves:
+    """What a metrics.jsonl has."""
+
+    by_name: dict[str, Curve]  # in the order in which the metrics were first logged
+    epochs: int  # that have begun
+    skipped: Sequence[int]  # numbers of lines that are not records
+
+
+def read_curves(path: Path) -> Curves:
+    """The curve of each metric in a metrics.jsonl; nothing without the file. Raises ReportError if no line is a record.
+
+    A crash of the machine or a full disk may leave lines that are not records; the others are still worth reading.
+    """
+    columns, epochs, skipped = dict[str, _Column](), -1, list[int]()
+    for record in iterate_metrics(path, skipped) if path.is_file() else ():
+        if (position := _read_position(record)) is None:
+            continue
+        step, epoch, time = position
+        epochs = max(epochs, epoch)
+        for name, value in record.items():
+            if name in _POSITION:
+                continue
+            if (column := columns.get(name)) is None:
+                column = columns[name] = _Column()
+            with suppress(TypeError, OverflowError):  # not a number: another program may have written it
                 column.values.append(value)
+                column.steps.append(step)
                 column.times.append(time)
-    except LogError as error:
-        raise ReportError(str(error)) from error
-    return {name: _last_of_each_step(column) for name, column in columns.items()}, epochs + 1
+    if skipped and not columns:
+        example = '{"step": 12, "train/loss": 0.43}'
+        raise ReportError(f"{path}, line {skipped[0]} is not a record like {example}: pass the folder of a run")
+    found = {name: _last_of_each_step(column) for name, column in columns.items() if column.values}
+    return Curves(found, epochs + 1, skipped)
+
+
+def _read_position(record: Mapping[str, float]) -> tuple[int, int, float] | None:
+    """Step, epoch and time of a record; None if they are not numbers."""
+    try:
+        step, epoch = int(record["step"]), int(record.get("epoch", -1))
+        return (step, epoch, float(record.get("time", 0.0))) if abs(step) < 2**62 else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _last_of_each_step(column: _Column) -> Curve:
@@ -94,7 +121,7 @@ def thin_out(curve: Curve, most: int) -> ThinCurve:
     >>> values = np.zeros(100_000)
     >>> values[77_777] = 5.0
     >>> thin = thin_out(Curve(steps, values, values), 400)
-    >>> len(thin.points), thin.points.values.max(), int(thin.points.steps[thin.points.values.argmax()])
+    >>> len(thin.points), float(thin.points.values.max()), int(thin.points.steps[thin.points.values.argmax()])
     (201, 5.0, 77777)
     """
     if len(curve) <= most:
@@ -130,12 +157,14 @@ def compare(one: Curve, other: Curve) -> Difference | None:
         values = np.abs(a - b)
     values[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
     known = np.where(np.isnan(values), np.inf, values)  # only one of them is finite
-    at = int(known.argmax())
-    pair = float(a[at]), float(b[at])
-    scale = max(abs(pair[0]), abs(pair[1]))
-    largest = float(known[at])
-    relative = largest / scale if scale and np.isfinite(scale) else (np.inf if largest else 0.0)
-    return Difference(steps, values, largest, int(steps[at]), float(relative), pair)
+    scale = np.maximum(np.abs(a), np.abs(b))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = np.where(known == 0.0, 0.0, np.where(np.isfinite(scale), known / scale, np.inf))
+    at, farthest = int(known.argmax()), int(relative.argmax())
+    pair = float(a[farthest]), float(b[farthest])
+    return Difference(
+        steps, values, float(known[at]), int(steps[at]), float(relative[farthest]), int(steps[farthest]), pair
+    )
 
 
 def largest_step(curves: Sequence[Curve]) -> int | None:

@@ -1,19 +1,21 @@
 """The facts about a run that the head of its page shows, as names and short texts."""
 
-import math
 import shlex
-import statistics
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from samestep.loggers.run_files import WAIT_PREFIX, is_learning_rate
 from samestep.messages import format_bytes, format_duration, format_list, format_seconds
-from samestep.report.run_data import Record, RunData
-from samestep.report.time_shares import peak
+from samestep.report.run_data import RunData
+from samestep.report.run_records import Record
+from samestep.report.time_shares import peak, sum_times
 from samestep.report.verdict import active_seconds, has_gpus, rank_hours, steps_done
 
 _SHOWN = 4
-_COMMIT_DIGITS = 12
+_RESULTS = 3  # of evaluations
+_PER_SECOND = " samples/s"
+_COMMIT_DIGITS = _JOB_DIGITS = 12
 
 
 def facts_of(run: RunData) -> dict[str, str]:
@@ -32,6 +34,7 @@ def facts_of(run: RunData) -> dict[str, str]:
         "hardware": ", ".join(f"{count} x {name}" for name, count in last["devices"].items()),
         "backend": last["backend"],
         "model": _models(run),
+        "strategy": "; ".join(dict.fromkeys(each["strategy"] for each in run.last.named("model"))),
         "precision": _precision(last["choices"]),
         "global batch": f"{last['global_batch']:,}",
         "micro-batch": _micro_batch(run),
@@ -42,9 +45,33 @@ def facts_of(run: RunData) -> dict[str, str]:
         "peak memory": _memory(run),
         "plan": _plan(run),
         "versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
-        "launched by": ", job ".join(filter(None, (last["launcher"], last["job"]))),
+        "launched by": ", job ".join(filter(None, (last["launcher"], str(last["job"] or "")[:_JOB_DIGITS]))),
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def tiles_of(run: RunData) -> dict[str, str]:
+    """The few facts that are shown first, and the last results."""
+    if not run.starts:
+        return {}
+    seconds, used = active_seconds(run), peak(run.times, "memory_bytes")
+    tiles = {
+        "duration": format_duration(seconds),
+        "steps": f"{steps_done(run):,}",
+        "samples per second": _throughput(run).removesuffix(_PER_SECOND),
+        "GPU-hours" if has_gpus(run) else "rank-hours": f"{rank_hours(run):.3g}",
+        "peak memory per GPU" if has_gpus(run) else "peak memory per process": format_bytes(used) if used else "",
+    }
+    found = last_metrics(run)
+    others = [name for name in found if not name.startswith(("train/", WAIT_PREFIX))]
+    results = [name for name in others if is_result(name) and not is_learning_rate(name)]
+    chosen = [*(["train/loss"] if "train/loss" in found else []), *results[:_RESULTS]]
+    return {name: text for name, text in tiles.items() if text} | {name: f"{found[name]:.4g}" for name in chosen}
+
+
+def is_result(name: str) -> bool:
+    """Whether a metric is a result of the training, and no measurement, which differs from run to run."""
+    return name.rpartition("/")[2] not in ("samples_per_s", "memory_bytes", "seconds")
 
 
 def last_metrics(run: RunData) -> dict[str, float]:
@@ -98,9 +125,7 @@ def _ranks(run: RunData) -> str:
 
 def _models(run: RunData) -> str:
     models = run.last.named("model")
-    return "; ".join(
-        f"{each['model']}, {each['parameters']:,} parameters{_trainable(each)}, {each['strategy']}" for each in models
-    )
+    return "; ".join(f"{each['model']}, {each['parameters']:,} parameters{_trainable(each)}" for each in models)
 
 
 def _trainable(model: Record) -> str:
@@ -121,11 +146,11 @@ def _micro_batch(run: RunData) -> str:
 
 
 def _throughput(run: RunData) -> str:
-    curve = run.curves.get("train/samples_per_s")
-    if curve is None or not len(curve):
+    """Samples per second in the steps of all starts: the time between two steps counts, as that of evaluations."""
+    shares = sum_times(run.times)
+    if shares is None or not shares.seconds:
         return ""
-    known = [value for value in curve.values.tolist() if math.isfinite(value)]
-    return f"{statistics.median(known):,.0f} samples/s (median)" if known else ""
+    return f"{run.last.fields['global_batch'] * shares.steps / shares.seconds:,.0f}{_PER_SECOND}"
 
 
 def _memory(run: RunData) -> str:

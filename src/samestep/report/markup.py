@@ -1,8 +1,11 @@
 """HTML and SVG elements as text; whatever is not markup already is escaped."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Final
+
+from samestep.messages import plain_text
 
 _VOID: Final = frozenset({"br", "col", "hr", "img", "input", "link", "meta"})
 
@@ -53,20 +56,44 @@ def _cells(row: Sequence[Content], classes: Sequence[str | None]) -> Iterable[Ma
         yield element("td", cell, class_=each) if index else element("th", cell, scope="row", class_=each)
 
 
-def definitions(pairs: Iterable[tuple[str, Content]]) -> Markup:
+@dataclass(frozen=True)
+class Section:
+    """A section of the page; `key` is its anchor."""
+
+    key: str
+    title: str
+    content: Markup
+
+    def to_markup(self) -> Markup:
+        """The section with its heading."""
+        heading = element("h2", self.title, id=f"{self.key}-title")
+        return element("section", heading, self.content, id=self.key, aria_labelledby=f"{self.key}-title")
+
+    def link(self) -> Markup:
+        """A link to the section."""
+        return element("a", self.title, href=f"#{self.key}")
+
+
+def section(key: str, title: str, *content: Content) -> Section:
+    """A section with this content."""
+    return Section(key, title, join(content))
+
+
+def definitions(pairs: Iterable[tuple[str, Content]], class_: str | None = None) -> Markup:
     """A list of names with their values; those without a value are left out."""
     shown = ((name, value) for name, value in pairs if value not in (None, ""))
-    return element("dl", *(element("div", element("dt", name), element("dd", value)) for name, value in shown))
+    items = (element("div", element("dt", name), element("dd", value)) for name, value in shown)
+    return element("dl", *items, class_=class_)
 
 
 def _as_markup(content: Content) -> str:
     if content is None:
         return ""
-    return content if isinstance(content, Markup) else escape(str(content))
+    return content if isinstance(content, Markup) else escape(plain_text(str(content)))
 
 
 def _attribute(name: str, value: str | float | bool | None) -> str:
     if value is None or value is False:
         return ""
     name = name.removesuffix("_").replace("_", "-")
-    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
+    return f" {name}" if value is True else f' {name}="{escape(plain_text(str(value)))}"'

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,19 +12,20 @@ from typing import Any, Final
 
 import numpy as np
 
-from samestep.checkpoint.checkpoint_folder import list_newest_first
+from samestep import __version__
+from samestep.checkpoint.checkpoint_folder import is_lower_better, list_newest_first
 from samestep.checkpoint.manifest import CorruptCheckpoint, read_manifest
 from samestep.data.audit import AuditReport, audit
 from samestep.environment.processes import process_runs
 from samestep.environment.world import LAUNCHER_LINK
 from samestep.errors import CheckpointError, LedgerError, ReportError
-from samestep.loggers.event_log import EVENTS_FILE, TIMES_FILE, read_records
+from samestep.loggers.event_log import EVENTS_FILE, TIMES_FILE
 from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE
 from samestep.report.curves import Curve, Numbers, read_curves
+from samestep.report.run_records import Record, read_events, read_launches, read_times
 
-Record = Mapping[str, Any]
-LAUNCHER_EVENTS: Final = "launcher-*.jsonl"
-"""In the folder `logs` of a launcher, one file per node."""
+_TAIL_BYTES: Final = 65_536
+_TAIL_LINES: Final = 20
 _SILENT_SECONDS: Final = 60.0  # after which a run on another host, which writes every second, counts as ended
 
 
@@ -88,7 +90,7 @@ class SavedCheckpoint:
     error: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunData:
     """What the folder of a run says about it."""
 
@@ -100,6 +102,8 @@ class RunData:
     launches: Sequence[Record]  # events of the launchers of all nodes, by time
     summary: Record = field(default_factory=dict[str, Any])
     """summary.json of the last start that ended; empty if none did."""
+    skipped: Sequence[int] = ()
+    """Numbers of lines of metrics.jsonl that are not records."""
 
     @property
     def name(self) -> str:
@@ -139,12 +143,30 @@ class RunData:
         return {self.folder, *(Path(event["checkpoint"]).parent for event in saved)}
 
 
+@contextmanager
+def reading(folder: Path) -> Generator[None]:
+    """Raise ReportError for the run in `folder` if a record has values of unexpected types inside of its fields."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ReportError(
+            f"{folder} has a record that samestep {__version__} cannot read ({type(error).__name__}: {error}): if no "
+            "other program has written to its files, please report this"
+        ) from error
+
+
 def read_run(folder: str | Path) -> RunData:
     """Read the folder of a run, or that of its launcher; raises ReportError if it is neither."""
     path = find_run_folder(Path(folder))
-    events = sorted(read_records(path / EVENTS_FILE), key=lambda event: event["time"])
-    curves, epochs = read_curves(path / METRICS_FILE)
-    times = list(read_records(path / TIMES_FILE))
+    with reading(path):
+        return _read_run(path)
+
+
+def _read_run(path: Path) -> RunData:
+    events = read_events(path / EVENTS_FILE)
+    read = read_curves(path / METRICS_FILE)
+    curves = read.by_name
+    times = read_times(path / TIMES_FILE)
     written = [np.array([record["time"] for record in times]), *(curve.times for curve in curves.values())]
     starts = _starts(events, np.sort(np.concatenate(written)))
     launchers = {Path(each) for start in starts if (each := start.fields.get("launcher_folder"))} | {path}
@@ -153,7 +175,39 @@ def read_run(folder: str | Path) -> RunData:
         raise ReportError(f"{path} is not the folder of a run: it has neither {EVENTS_FILE} nor {METRICS_FILE}")
     summary = read_summary(path / SUMMARY_FILE)
     launches.sort(key=lambda event: event["time"])
-    return RunData(path, starts, curves, epochs, times, launches, summary)
+    return RunData(path, starts, curves, read.epochs, times, launches, summary, read.skipped)
+
+
+def read_last_values(folder: Path) -> RunData:
+    """Read a run for a list of runs: if it has ended, its last values from summary.json, not the whole curves."""
+    path = find_run_folder(folder)
+    with reading(path):
+        events, summary = read_events(path / EVENTS_FILE), read_summary(path / SUMMARY_FILE)
+        starts = _starts(events, np.array([]))
+        last = summary.get("metrics")
+        if not starts or any(start.end is None for start in starts) or not last:
+            return _read_run(path)
+        step = max(0, int(summary.get("steps", 1)) - 1)
+        ended = starts[-1].until
+        curves = {
+            name: Curve(np.array([step]), np.array([np.nan if value is None else float(value)]), np.array([ended]))
+            for name, value in last.items()
+        }
+        return RunData(path, starts, curves, _last_epoch(path / METRICS_FILE) + 1, [], [], summary)
+
+
+def _last_epoch(path: Path) -> int:
+    """The last epoch that the end of a metrics.jsonl names; -1 if it names none."""
+    if not path.is_file():
+        return -1
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().splitlines()[-_TAIL_LINES:]
+    found = -1
+    for line in lines:
+        with suppress(ValueError, TypeError):
+            found = max(found, int(json.loads(line).get("epoch", -1)))
+    return found
 
 
 def find_run_folder(folder: Path) -> Path:
@@ -164,14 +218,7 @@ def find_run_folder(folder: Path) -> Path:
         raise ReportError(f"{folder} is a file: pass the folder of a run, such as {folder.parent}")
     linked = folder / LAUNCHER_LINK
     has_own = any((folder / name).exists() for name in (EVENTS_FILE, METRICS_FILE))
-    return linked.resolve() if not has_own and linked.is_dir() else folder.absolute()
-
-
-def read_launches(folder: Path) -> Iterator[Record]:
-    """The events of the launchers of all nodes, each with the name of its host."""
-    for path in sorted((folder / "logs").glob(LAUNCHER_EVENTS)):
-        host = path.name.removeprefix("launcher-").removesuffix(".jsonl")
-        yield from ({**record, "host": host} for record in read_records(path))
+    return linked.resolve() if not has_own and linked.is_dir() else folder.resolve()
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -193,6 +240,17 @@ def _starts(events: Sequence[Record], written: Numbers) -> list[Start]:
         until = max(own[-1]["time"], float(written[last - 1]) if last else 0.0)
         found.append(Start(own[0], own, until))
     return found
+
+
+def best_checkpoints(found: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
+    """For each metric that `keep_best` compares, the checkpoint with the best value; the oldest if several have it."""
+    rated = [(each.metric, each) for each in found if each.metric is not None and not each.error]
+    best = dict[str, tuple[float, SavedCheckpoint]]()
+    for (metric, value), each in rated:
+        signed = value if is_lower_better(metric) else -value
+        if metric not in best or signed < best[metric][0]:
+            best[metric] = signed, each
+    return [each for _, each in best.values()]
 
 
 def _list(folder: Path) -> list[Path]:

@@ -9,10 +9,11 @@ from typing import Any, Final
 from samestep.loggers.event_log import EVENTS_FILE
 from samestep.loggers.loggers import METRICS_FILE
 from samestep.loggers.run_files import WAIT_PREFIX
-from samestep.report.chart_data import difference_charts
+from samestep.report.chart_data import find_differences
 from samestep.report.facts import facts_of, last_metrics
 from samestep.report.page import run_names
-from samestep.report.run_data import LAUNCHER_EVENTS, RunData
+from samestep.report.run_data import RunData, find_run_folder
+from samestep.report.run_records import LAUNCHER_EVENTS
 from samestep.report.time_shares import PARTS, sum_times
 from samestep.report.verdict import active_seconds, describe_run, failures, rank_hours, steps_done
 
@@ -20,8 +21,11 @@ _DEEPEST: Final = 3  # folders below the one that is searched
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The folders of runs at or below `folder`; those of a run's checkpoints and logs are not searched."""
-    return sorted(_find(folder, _DEEPEST))
+    """The folders of runs at or below `folder`, each once; those of a run's checkpoints and logs are not searched.
+
+    The folder of a launcher is replaced by that of the run to which it links.
+    """
+    return sorted({find_run_folder(each) for each in _find(folder, _DEEPEST)})
 
 
 def _find(folder: Path, deeper: int) -> Iterator[Path]:
@@ -81,13 +85,14 @@ def describe_runs_json(runs: Sequence[RunData]) -> dict[str, Any]:
     compared = [
         {
             "metric": metric,
-            "run": names[runs.index(other)],
+            "run": names[number],
             "steps": len(each.steps),
             "largest": each.largest if math.isfinite(each.largest) else None,
             "relative": each.relative if math.isfinite(each.relative) else None,
             "step": each.step,
+            "relative_step": each.relative_step,
         }
-        for metric, other, each, _ in (difference_charts(runs) if len(runs) > 1 else ())
+        for metric, number, each in find_differences(runs)
     ]
     return {"runs": described, "differences": compared}
 

@@ -1,54 +1,38 @@
-"""The sections of the page: head, curves, differences, data, timeline, checkpoints, failures and warnings."""
+"""The sections of the page: curves, values, differences, data, timeline, checkpoints, failures and warnings."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from samestep.messages import format_bytes, format_duration, format_seconds
+import numpy as np
+
+from samestep.loggers.run_files import WAIT_PREFIX
+from samestep.messages import format_bytes, format_duration, format_list, format_seconds
 from samestep.report.chart_data import Chart
-from samestep.report.curves import Difference
-from samestep.report.facts import facts_of, last_metrics
-from samestep.report.markup import Content, Markup, definitions, element, join, table
-from samestep.report.run_data import Record, RunData
+from samestep.report.curves import Curve, Difference
+from samestep.report.facts import is_result
+from samestep.report.head import swatch
+from samestep.report.markup import Content, Markup, Section, element, join, section, table
+from samestep.report.run_data import RunData, SavedCheckpoint, best_checkpoints
+from samestep.report.run_records import Record
 from samestep.report.timeline import draw_timeline, marks_of
-from samestep.report.verdict import FailureRecord, describe_run, failures
+from samestep.report.verdict import FailureRecord, failures, steps_done
 
 _LISTED: Final = 200  # events and warnings; the files have all of them
-_EQUAL_FACTS: Final = ("command", "code", "global batch", "seed", "precision", "model", "steps")
-"""Facts in which runs that should give the same result may not differ."""
+_SHOWN_NAMES: Final = 8
+_FILTERED: Final = 8  # charts; if there are more, they can be filtered by name
 
 
-def section(key: str, title: str, *content: Content) -> Markup:
-    """A section with its heading."""
-    return element("section", element("h2", title, id=f"{key}-title"), *content, id=key, aria_labelledby=f"{key}-title")
-
-
-def head(runs: Sequence[RunData], names: Sequence[str]) -> Markup:
-    """What the runs are and what has become of them."""
-    if len(runs) == 1:
-        facts = facts_of(runs[0])
-        code = {"command"}
-        pairs = [(name, element("code", text) if name in code else text) for name, text in facts.items()]
-        return join([_verdict(runs[0]), definitions(pairs)])
-    facts = [facts_of(run) for run in runs]
-    rows = [
-        [name, *(_fact_cell(name, [each.get(name, "") for each in facts], at) for at in range(len(runs)))]
-        for name in dict.fromkeys(name for each in facts for name in each)
-    ]
-    verdicts = [
-        element("div", element("h3", _swatch(number), " ", name), _verdict(run))
-        for number, (run, name) in enumerate(zip(runs, names, strict=True))
-    ]
-    return join([element("div", *verdicts, class_="runs"), table("Facts about the runs", ["", *names], rows)])
-
-
-def curves(charts: Sequence[Chart], names: Sequence[str]) -> Markup | None:
+def curves(charts: Sequence[Chart], runs: Sequence[RunData], names: Sequence[str]) -> Section | None:
     """The curves of all metrics, with controls."""
+    skipped = [_skipped_text(run, name) for run, name in zip(runs, names, strict=True) if run.skipped]
+    warnings = [element("p", text, class_="differs") for text in skipped]
     if not charts:
-        return None
-    legend = [element("span", _swatch(number), " ", name) for number, name in enumerate(names)] if names[1:] else []
+        text = "Nothing was logged yet: curves appear about a second after the first step."
+        return section("curves", "Curves", *warnings, element("p", text, class_="note")) if runs[0].starts else None
+    legend = [element("span", swatch(number), " ", name) for number, name in enumerate(names)] if names[1:] else []
     controls = element(
         "form",
         _radio("step", "steps", checked=True),
@@ -56,68 +40,143 @@ def curves(charts: Sequence[Chart], names: Sequence[str]) -> Markup | None:
         element("label", element("input", type="checkbox", id="log"), " log scale"),
         element("label", "smoothing ", element("input", type="range", id="smoothing", min=0, max=99, value=0)),
         element("button", "reset zoom", type="button", id="reset"),
-        element("span", *legend, class_="legend"),
+        element("input", type="search", id="filter", placeholder="filter metrics", aria_label="filter metrics")
+        if len(charts) > _FILTERED
+        else None,
+        element("span", *legend, class_="legend") if legend else None,
         class_="controls", aria_label="Controls of the charts",
     )  # fmt: skip
-    note = "Drag over a chart to zoom in, double-click to zoom out. Point at a curve to read its values."
-    return section("curves", "Curves", controls, element("p", note, class_="note"), chart_grid(charts))
+    note = "Drag over a chart to zoom in, double-click to zoom out. Point at a curve, or tap it, to read its values."
+    values = values_table(runs, names)
+    without = element("noscript", element("p", "The charts need JavaScript. The tables do not.", class_="differs"))
+    content = (
+        *warnings,
+        without,
+        controls,
+        element("p", note, class_="note"),
+        chart_grid(charts, is_first_wide=True),
+        values,
+    )
+    return section("curves", "Curves", *content)
 
 
-def chart_grid(charts: Sequence[Chart]) -> Markup:
+def _skipped_text(run: RunData, name: str) -> str:
+    count = len(run.skipped)
+    lines = f"line {run.skipped[0]} is not a record" if count == 1 else f"{count:,} lines are not records"
+    first = f", the first is line {run.skipped[0]}" if count > 1 else ""
+    return f"{name}/metrics.jsonl: {lines}{first}; the page leaves out what they contain."
+
+
+def chart_grid(charts: Sequence[Chart], *, is_first_wide: bool = False) -> Markup:
     """Places for charts, which the script of the page draws."""
     figures = [
-        element("figure", element("figcaption", chart.title), element("div", class_="chart", data_chart=chart.key))
-        for chart in charts
+        element(
+            "figure",
+            element("figcaption", chart.title, element("span", chart.note, class_="note") if chart.note else None),
+            element("div", class_="chart", data_chart=chart.key),
+            class_="wide" if is_first_wide and not index else None,
+        )
+        for index, chart in enumerate(charts)
     ]
     return element("div", *figures, class_="charts")
 
 
 def values_table(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
-    """The last values of all metrics, which need no picture."""
-    found = [last_metrics(run) for run in runs]
-    metrics = [name for name in dict.fromkeys(name for each in found for name in each) if not name.startswith("ranks/")]
-    if not metrics:
+    """The values of all metrics that need no picture: the last, smallest and largest ones."""
+    metrics = dict.fromkeys(name for run in runs for name, curve in run.curves.items() if len(curve))
+    shown = [name for name in metrics if not name.startswith(WAIT_PREFIX)]
+    headings = ["values", "last", "smallest", "at step", "largest", "at step "]
+    rows = [
+        [metric, *([name] if names[1:] else []), *_value_cells(run.curves[metric])]
+        for metric in shown
+        for run, name in zip(runs, names, strict=True)
+        if metric in run.curves and len(run.curves[metric])
+    ]
+    if not rows:
         return None
-    rows = [[name, *(_number(each.get(name)) for each in found)] for name in metrics]
-    shown = table("Last values", ["metric", *names], rows, numbers=names)
-    return element("details", element("summary", "Last values as a table"), shown)
+    columns = ["metric", *(["run"] if names[1:] else []), *headings]
+    whole = table("Values of all metrics", columns, rows, numbers=headings)
+    return element("details", element("summary", "Values as a table"), whole)
+
+
+def _value_cells(curve: Curve) -> list[str]:
+    """How many values a curve has, the last one, and the extremes with their steps."""
+    finite = np.flatnonzero(np.isfinite(curve.values))
+    cells = [f"{len(curve):,}", f"{curve.values[-1]:.7g}"]
+    if not len(finite):
+        return [*cells, "", "", "", ""]
+    ends = finite[curve.values[finite].argmin()], finite[curve.values[finite].argmax()]
+    return [*cells, *(text for at in ends for text in (f"{curve.values[at]:.7g}", f"{curve.steps[at]:,}"))]
 
 
 def differences(
-    found: Sequence[tuple[str, RunData, Difference, Chart]], runs: Sequence[RunData], names: Sequence[str]
-) -> Markup | None:
+    found: Sequence[tuple[str, int, Difference]], charts: Sequence[Chart], runs: Sequence[RunData], names: Sequence[str]
+) -> Section | None:
     """How far the runs are from the first one."""
     if len(runs) == 1:
         return None
+    lone = _lone_metrics(runs, names)
     if not found:
         text = "The runs have no metric at the same step in common, so nothing can be compared."
-        return section("difference", "Differences", element("p", text))
-    rows = [_difference_row(name, names[runs.index(other)], each) for name, other, each, _ in found]
-    compared = [each for name, _, each, _ in found if not _is_measured(name)]
-    largest = max(compared, key=lambda each: each.relative, default=None)
-    sentence = "The runs have no results in common."
-    if largest is not None:
-        name = next(name for name, _, each, _ in found if each is largest)
-        sentence = (
-            f"Compared with {names[0]}, the largest relative difference of a result is {largest.relative:.1e}: {name} "
-            f"at step {largest.step:,} ({largest.pair[0]!r} and {largest.pair[1]!r})."
-            if largest.largest
-            else f"All results are equal to those of {names[0]}, bit by bit."
-        )
-    headings = ["metric", "run", "common steps", "equal", "largest difference", "relative", "at step"]
+        return section("difference", "Differences", element("p", text), *lone)
+    compared = [(name, number, each) for name, number, each in found if is_result(name)]
+    sentences = [element("p", _difference_text(compared, names)), *_shorter_runs(runs, names), *lone]
+    headings = [
+        "metric",
+        "run",
+        "common steps",
+        "equal",
+        "largest difference",
+        "at step",
+        "largest relative",
+        "at step ",
+    ]
+    rows = [_difference_row(name, names[number], each) for name, number, each in found]
     shown = table(f"Differences from {names[0]}", headings, rows, numbers=headings[2:])
-    charts = [chart for name, _, each, chart in found if each.largest and not _is_measured(name)]
     note = element("p", "Absolute differences at the steps that both runs have.", class_="note") if charts else None
-    return section("difference", "Differences", element("p", sentence), shown, note, chart_grid(charts))
+    return section("difference", "Differences", *sentences, shown, note, chart_grid(charts))
 
 
-def data_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+def _difference_text(compared: Sequence[tuple[str, int, Difference]], names: Sequence[str]) -> str:
+    """The largest relative difference of all metrics that training determines, and where it is."""
+    if not compared:
+        return "The runs have no results in common."
+    name, number, each = max(compared, key=lambda item: item[2].relative)
+    steps = sum(len(difference.steps) for *_, difference in compared)
+    if not any(difference.largest for *_, difference in compared):
+        return f"All {steps:,} values at common steps are equal to those of {names[0]}, bit by bit."
+    return (
+        f"Compared with {names[0]}, the largest relative difference is {each.relative:.1e}: {name} of {names[number]} "
+        f"at step {each.relative_step:,} ({each.pair[0]:.9g} and {each.pair[1]:.9g}), among {steps:,} values at common "
+        "steps."
+    )
+
+
+def _shorter_runs(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Markup]:
+    done = [steps_done(run) for run in runs]
+    if len(set(done)) > 1:
+        listed = ", ".join(f"{name} {count:,}" for name, count in zip(names, done, strict=True))
+        yield element("p", f"The runs have different numbers of steps: {listed}. Only common steps are compared.")
+
+
+def _lone_metrics(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[Markup]:
+    """Metrics that cannot be compared since the first or the other run lacks them."""
+    for run, name in zip(runs[1:], names[1:], strict=True):
+        pairs = ((runs[0], names[0], run), (run, name, runs[0]))
+        for one, its_name, other in pairs:
+            lone = [each for each in one.curves if each not in other.curves and not each.startswith(WAIT_PREFIX)]
+            if lone:
+                text = f"Only {its_name} has, compared with {name if one is runs[0] else names[0]}: "
+                yield element("p", text, format_list(lone, _SHOWN_NAMES), ".", class_="note")
+
+
+def data_section(runs: Sequence[RunData], names: Sequence[str]) -> Section | None:
     """Datasets, and whether every sample counted exactly once."""
     shown = [part for run, name in zip(runs, names, strict=True) for part in _data_parts(run, name, bool(names[1:]))]
     return section("data", "Data", *shown) if shown else None
 
 
-def timeline_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+def timeline_section(runs: Sequence[RunData], names: Sequence[str]) -> Section | None:
     """What happened when."""
     parts = list[Content]()
     for run, name in zip(runs, names, strict=True):
@@ -125,24 +184,25 @@ def timeline_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | 
         if picture is None:
             continue
         begin, listed = run.first.time, marks_of(run)
-        rows = [[format_duration(max(0.0, mark.time - begin)), mark.kind, mark.text] for mark in listed[:_LISTED]]
-        more = f", the first {_LISTED}" if len(listed) > _LISTED else ""
+        some = listed if len(listed) <= _LISTED else [*listed[: _LISTED // 2], *listed[-_LISTED // 2 :]]
+        rows = [[format_duration(max(0.0, mark.time - begin)), mark.kind, mark.text] for mark in some]
+        more = f": the first and the last {_LISTED // 2}" if len(listed) > _LISTED else ""
         count = f"{len(listed):,} event{'s' * (len(listed) != 1)} as a list{more}"
         whole = element("details", element("summary", count), table("Events", ["after", "event", "what"], rows))
         parts += [element("h3", name) if names[1:] else None, picture, whole if rows else None]
     return section("timeline", "Timeline", *parts) if parts else None
 
 
-def checkpoint_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+def checkpoint_section(runs: Sequence[RunData], names: Sequence[str]) -> Section | None:
     """All checkpoints."""
     parts = [part for run, name in zip(runs, names, strict=True) if (part := _checkpoint_table(run, name)) is not None]
     return section("checkpoints", "Checkpoints", *parts) if parts else None
 
 
-def failure_section(runs: Sequence[RunData], names: Sequence[str], out: Path) -> Markup | None:
+def failure_section(runs: Sequence[RunData], names: Sequence[str], out: Path) -> Section | None:
     """Each failure with its cause, the report of the launcher, and a link to the logs."""
     parts = [
-        _failure(each, f"{name}: " if names[1:] else "", out)
+        _failure(each, f"{name}: " if names[1:] else "", run, out)
         for run, name in zip(runs, names, strict=True)
         for each in failures(run)
     ]
@@ -155,7 +215,7 @@ def failure_section(runs: Sequence[RunData], names: Sequence[str], out: Path) ->
     return section("failures", "Failures", *hangs, *parts) if parts or hangs else None
 
 
-def warning_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+def warning_section(runs: Sequence[RunData], names: Sequence[str]) -> Section | None:
     """Each warning once."""
     rows = [
         [
@@ -171,37 +231,17 @@ def warning_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | N
     return section("warnings", "Warnings", table("Warnings of rank 0", headings, rows[:_LISTED])) if rows else None
 
 
-def _verdict(run: RunData) -> Markup:
-    verdict = describe_run(run)
-    pill = element("span", verdict.status, class_=f"status {verdict.status}")
-    return element("p", pill, " ", verdict.text, class_="verdict")
-
-
-def _fact_cell(name: str, values: Sequence[str], at: int) -> Markup:
-    differs = name in _EQUAL_FACTS and values[at] != values[0]
-    text = element("code", values[at]) if name == "command" else values[at]
-    return element("span", text, class_="differs" if differs else None, title="differs" if differs else None)
-
-
-def _swatch(number: int) -> Markup:
-    return element("span", class_=f"swatch run-{number % 6}", aria_hidden="true")
-
-
 def _radio(value: str, text: str, checked: bool) -> Markup:
     return element("label", element("input", type="radio", name="x", value=value, checked=checked), f" {text}")
 
 
 def _difference_row(name: str, run: str, each: Difference) -> list[Content]:
     equal = int((each.values == 0).sum())
+    differs = bool(each.largest)
     return [
-        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.relative:.1e}",
-        f"{each.step:,}" if each.largest else "",
+        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.step:,}" if differs else "",
+        f"{each.relative:.1e}" if differs else "0", f"{each.relative_step:,}" if differs else "",
     ]  # fmt: skip
-
-
-def _is_measured(name: str) -> bool:
-    """Whether a metric is a measurement, which differs from run to run, and no result of the training."""
-    return name.rpartition("/")[2] in ("samples_per_s", "memory_bytes", "seconds")
 
 
 def _data_parts(run: RunData, name: str, several: bool) -> Iterator[Content]:
@@ -260,9 +300,23 @@ def _data_row(each: Record) -> list[Content]:
 
 
 def _checkpoint_table(run: RunData, name: str) -> Markup | None:
+    """The checkpoints that exist, those that failed and the best ones; the others can be unfolded."""
     found = run.checkpoints
     if not found:
         return None
+    best = best_checkpoints(found)
+    first = [each for each in found if each.exists or each.error or each in best]
+    removed = [each for each in found if each not in first]
+    more = f": the last {_LISTED}" if len(removed) > _LISTED else ""
+    text = f"{len(removed):,} removed checkpoint{'s' * (len(removed) != 1)}{more}"
+    parts = [_checkpoint_rows(f"Checkpoints of {name}", first, best)] if first else []
+    if removed:
+        rows = _checkpoint_rows(f"Removed checkpoints of {name}", removed[-_LISTED:], best)
+        parts.append(element("details", element("summary", text), rows))
+    return join(parts)
+
+
+def _checkpoint_rows(caption: str, found: Sequence[SavedCheckpoint], best: Collection[SavedCheckpoint]) -> Markup:
     headings = ["name", "step", "size", "seconds", "training waited", "metric", "state"]
     rows = [
         [
@@ -270,20 +324,29 @@ def _checkpoint_table(run: RunData, name: str) -> Markup | None:
             format_seconds(each.seconds) if each.seconds is not None else "",
             format_seconds(each.waited) if each.waited is not None else "",
             f"{each.metric[0]} {each.metric[1]:.6g}" if each.metric is not None else "",
-            f"failed: {each.error}" if each.error else "kept" if each.exists else "removed",
+            _checkpoint_state(each, best),
         ]
-        for each in found[-_LISTED:]
+        for each in found
     ]  # fmt: skip
-    return table(f"Checkpoints of {name}", headings, rows, numbers=headings[1:5])
+    return table(caption, headings, rows, numbers=headings[1:5])
 
 
-def _failure(each: FailureRecord, prefix: str, out: Path) -> Markup:
+def _checkpoint_state(each: SavedCheckpoint, best: Collection[SavedCheckpoint]) -> Content:
+    if each.error:
+        return element("span", f"failed: {each.error}", class_="differs")
+    kept = "kept" if each.exists else "removed"
+    return element("strong", f"best, {kept}") if each in best else kept
+
+
+def _failure(each: FailureRecord, prefix: str, run: RunData, out: Path) -> Markup:
     parts: list[Content] = [element("h3", prefix, _clock(each.time)), element("p", each.cause, class_="differs")]
     if each.report:
         parts.append(element("pre", each.report))
     if each.logs:
-        link = os.path.relpath(each.logs, out.parent)
-        parts.append(element("p", "Logs of all ranks: ", element("a", each.logs, href=link)))
+        own = run.folder / "logs"  # of a copy, if the folder was copied
+        logs = own if own.is_dir() else Path(each.logs)
+        link = os.path.relpath(logs, out.parent)
+        parts.append(element("p", "Logs of all ranks: ", element("a", str(logs), href=link)))
     return element("article", *parts)
 
 
@@ -302,7 +365,3 @@ def _short_path(file: str, run: RunData) -> str:
 
 def _clock(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.7g}"

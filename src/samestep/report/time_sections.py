@@ -1,24 +1,23 @@
 """The sections of the page about time and memory: shares of the time by rank, what ranks use, the plan's forecast."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from samestep.messages import format_bytes, format_seconds
+from samestep.report.bars import Bar, Segment, draw_bars, legend
 from samestep.report.chart_data import Chart
 from samestep.report.facts import planned
-from samestep.report.markup import Content, Markup, element, join, table
-from samestep.report.run_data import Record, RunData
-from samestep.report.sections import chart_grid, section, unique_warnings
-from samestep.report.time_shares import MEANINGS, PARTS, TimeShares, peak, sum_times
+from samestep.report.markup import Content, Markup, Section, element, section, table
+from samestep.report.run_data import RunData
+from samestep.report.run_records import Record
+from samestep.report.sections import chart_grid, unique_warnings
+from samestep.report.time_shares import MEANINGS, PARTS, TimeShares, peak, slowest_rank, sum_times
 from samestep.report.verdict import has_gpus
 
-_BAR, _LEFT, _WIDTH = 26.0, 100.0, 890.0  # height of a bar with its margin, where bars begin, and the longest
-_THINNEST = 0.05
 _COLORS = 6  # of parts of the memory, in page.css
 _NOT_PARTS = ("total", "overhead", "host", "wrap")  # of the forecast: sums, and what is not in the memory of a step
 
 
-def time_section(runs: Sequence[RunData], names: Sequence[str], charts: Sequence[Chart]) -> Markup | None:
+def time_section(runs: Sequence[RunData], names: Sequence[str], charts: Sequence[Chart]) -> Section | None:
     """What the time was spent on, by rank, and what the ranks used."""
     shares = [sum_times(run.times) for run in runs]
     known = [(name, share) for name, share in zip(names, shares, strict=True) if share is not None]
@@ -26,7 +25,11 @@ def time_section(runs: Sequence[RunData], names: Sequence[str], charts: Sequence
         return None
     bars = [_share_bars(name, share, alone=len(known) == 1) for name, share in known]
     rows = [
-        [join([_part_swatch(part), " ", part]), *(_percent(share.share(part)) for _, share in known), MEANINGS[part]]
+        [
+            element("span", _part_swatch(part), " ", part, class_="part"),
+            *(_percent(share.share(part)) for _, share in known),
+            MEANINGS[part],
+        ]
         for part in PARTS
         if any(share.share(part) for _, share in known)
     ]
@@ -34,56 +37,48 @@ def time_section(runs: Sequence[RunData], names: Sequence[str], charts: Sequence
     columns = [name for name, _ in known]
     whole = table("Shares of the time of all ranks", ["part", *columns, "what it is"], rows, numbers=columns)
     by_rank = [_rank_table(name, share) for name, share in known if len(share.by_rank) > 1]
-    return section("time", "Time", *bars, whole, *by_rank, *_slow_ranks(runs), chart_grid(charts))
+    return section("time", "Time", *_slow_ranks(runs), *bars, whole, *by_rank, chart_grid(charts))
 
 
-def plan_section(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
+def plan_section(runs: Sequence[RunData], names: Sequence[str]) -> Section | None:
     """The plan's forecast of memory and time, beside what was measured."""
     shown = [part for run, name in zip(runs, names, strict=True) if (part := _plan_table(run, name)) is not None]
     return section("plan", "Plan", *shown) if shown else None
 
 
 def _share_bars(name: str, share: TimeShares, alone: bool) -> Markup:
-    """A bar of the parts for all ranks, and one per rank if there are several."""
-    named = {f"rank {rank}": share.by_rank[rank] for rank in sorted(share.by_rank)} if len(share.by_rank) > 1 else {}
-    bars = {
-        label: [_Segment(f"part-{part}", f"{part} {format_seconds(parts[part])}", parts[part]) for part in PARTS]
-        for label, parts in {"all ranks": share.mean, **named}.items()
-    }
-    title = f"Shares of the time of {name}; the table below has the numbers"
-    return element("div", None if alone else element("h3", name), _draw_bars(bars, title))
+    """A bar of the parts for all ranks, and one per rank if there are several, per step."""
+    bars = {"all ranks": _time_bar({part: share.mean[part] / share.steps for part in PARTS})}
+    if len(share.by_rank) > 1:
+        bars |= {f"rank {rank}": _time_bar(share.of_rank(rank)) for rank in sorted(share.by_rank)}
+    title = f"Time per step of {name}; the tables below have the numbers"
+    note = element("p", "Time per step; point at a bar to read its parts.", class_="note")
+    slowest = slowest_rank(share)
+    named = element("p", _slowest_text(*slowest), class_="differs") if slowest is not None else None
+    return element("div", None if alone else element("h3", name), named, note, draw_bars(bars, title))
 
 
-@dataclass(frozen=True)
-class _Segment:
-    style: str  # the class of its color
-    text: str
-    size: float
+def _time_bar(parts: Mapping[str, float]) -> Bar:
+    total = sum(parts.values())
+    segments = [
+        Segment(f"part-{part}", f"{part} {format_seconds(seconds)}, {_percent(seconds / total)}", seconds)
+        for part, seconds in parts.items()
+        if seconds
+    ]
+    return Bar(segments, format_seconds(total))
 
 
-def _draw_bars(bars: Mapping[str, Sequence[_Segment]], title: str) -> Markup:
-    """Bars with their labels, one below the other, all on the same scale."""
-    longest = max(sum(segment.size for segment in segments) for segments in bars.values()) or 1.0
-    shapes = list[Markup]()
-    for row, (label, segments) in enumerate(bars.items()):
-        top, x = row * _BAR, _LEFT
-        shapes.append(element("text", label, x=_LEFT - 10, y=top + 17, class_="lane"))
-        for segment in segments:
-            width = segment.size / longest * _WIDTH
-            if width >= _THINNEST:
-                text = element("title", f"{label}: {segment.text}")
-                size = {"x": round(x, 2), "y": top + 3, "width": round(width, 2), "height": _BAR - 6}
-                shapes.append(element("rect", text, **size, class_=segment.style))
-            x += width
-    box = f"0 0 {_LEFT + _WIDTH + 10:g} {_BAR * len(bars):g}"
-    picture = element("svg", *shapes, viewBox=box, role="img", class_="bars", aria_label=title)
-    return element("div", picture, class_="scroll", tabindex=0, role="region", aria_label=title)
+def _slowest_text(rank: int, later: float, part: str) -> str:
+    return (
+        f"Rank {rank} is the slowest: without communication it needs {format_seconds(later)} per step more than the "
+        f"median of the ranks, most of it in {part}."
+    )
 
 
 def _rank_table(name: str, share: TimeShares) -> Markup:
     parts = [part for part in PARTS if any(each[part] for each in share.by_rank.values())]
     rows = [
-        [f"rank {rank}", *(format_seconds(share.by_rank[rank][part] / share.steps) for part in parts)]
+        [f"rank {rank}", *(format_seconds(share.of_rank(rank)[part]) for part in parts)]
         for rank in sorted(share.by_rank)
     ]
     shown = table(f"Time per step by rank, {name}", ["", *parts], rows, numbers=parts)
@@ -118,14 +113,14 @@ def _memory_bars(memory: Record, measured: float | None) -> Markup:
     """What the forecast consists of, above what was measured."""
     parts = [(part, size) for part, size in memory.items() if part not in _NOT_PARTS and size]
     forecast = [
-        _Segment(f"memory-{index % _COLORS}", f"{part} {format_bytes(size)}", size)
+        Segment(f"memory-{index % _COLORS}", f"{part} {format_bytes(size)}", size)
         for index, (part, size) in enumerate(parts)
     ]
-    bars = {"forecast": forecast}
+    bars = {"forecast": Bar(forecast, format_bytes(sum(each.size for each in forecast)))}
     if measured is not None:
-        bars["measured"] = [_Segment("measured", format_bytes(measured), measured)]
-    swatches = [element("span", element("span", class_=f"swatch {each.style}"), f" {each.text} ") for each in forecast]
-    return element("div", _draw_bars(bars, "Memory by part"), element("p", *swatches, class_="legend"))
+        bars["measured"] = Bar([Segment("measured", format_bytes(measured), measured)], format_bytes(measured))
+    title = "Memory per GPU: the parts of the forecast, above what was measured"
+    return element("div", draw_bars(bars, title), legend(forecast))
 
 
 def _part_swatch(part: str) -> Markup:

@@ -7,13 +7,15 @@ from typing import Final
 
 from samestep.messages import format_bytes, format_duration, format_seconds
 from samestep.report.markup import Markup, element, join
-from samestep.report.run_data import Record, RunData, Start
+from samestep.report.run_data import RunData, Start
+from samestep.report.run_records import Record
 
-_WIDTH, _LEFT, _RIGHT, _LANE = 1000.0, 110.0, 16.0, 22.0
+_LANE: Final = 24.0  # pixels of height, in page.css
+_CAP: Final = 6.0  # pixels of width of the end of a bar, whose color says how it ended
 _MOST_LANES: Final = 16  # of ranks; more share one
 _MOST_MARKS: Final = 300  # of one kind; of more, evenly chosen ones are drawn
 _TICKS: Final = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
-_MOST_TICKS: Final = 8
+_MOST_TICKS: Final = 5
 
 
 @dataclass(frozen=True)
@@ -44,30 +46,28 @@ def draw_timeline(run: RunData) -> Markup | None:
     ranks = max(start.ranks for start in run.starts)
     lanes = [f"rank {rank}" for rank in range(ranks)] if ranks <= _MOST_LANES else [f"{ranks} ranks"]
     ended = _ends_of_ranks(run)
-    drawn, top = [], 8.0
-    for lane, name in enumerate(lanes):
-        bars = [_bar(start, lane, ended, axis, top) for start in run.starts if lane < start.ranks]
-        drawn.append(_lane(name, top, bars))
-        top += _LANE
+    drawn = [
+        _lane(name, axis, [_bar(start, lane, ended, axis) for start in run.starts if lane < start.ranks])
+        for lane, name in enumerate(lanes)
+    ]
     for kinds, name in _MARK_LANES:
         chosen = [mark for mark in marks if mark.kind in kinds]
         if chosen:
             stride = -(-len(chosen) // _MOST_MARKS)
-            drawn.append(_lane(name, top, [_draw(mark, axis, top) for mark in chosen[::stride]]))
-            top += _LANE
-    drawn.append(_draw_axis(axis, top))
-    picture = element(
-        "svg", *drawn, viewBox=f"0 0 {_WIDTH:g} {top + 26:g}", role="img", class_="timeline",
-        aria_label="Timeline of the run; the list below has the same events",
-    )  # fmt: skip
-    return element("div", picture, class_="scroll", tabindex=0, role="region", aria_label="Timeline")
+            drawn.append(_lane(name, axis, [_draw(mark, axis) for mark in chosen[::stride]]))
+    title = "Timeline of the run; the list below has the same events"
+    return element("div", *drawn, _draw_axis(axis), class_="timeline", role="img", aria_label=title)
 
 
 _MARK_LANES: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("evaluation",), "evaluations"),
-    (("checkpoint", "restored"), "checkpoints"),
+    (("checkpoint",), "checkpoints"),
+    (("restart", "restored"), "restarts"),
+    (("preempted", "stopped"), "preemptions"),
+    (("out of memory",), "out of memory"),
+    (("hang",), "hangs"),
+    (("failure",), "failures"),
     (("warning",), "warnings"),
-    (("preempted", "hang", "failure", "out of memory", "restart", "stopped"), "events"),
 )
 
 
@@ -77,13 +77,20 @@ class _Axis:
     length: float
 
     def at(self, time: float) -> float:
-        """Where a time is on the axis, in pixels."""
-        return round(_LEFT + (time - self.begin) / self.length * (_WIDTH - _LEFT - _RIGHT), 2)
+        """Where a time is on the axis, in percent of its width."""
+        return 100 * (time - self.begin) / self.length
+
+    @property
+    def ticks(self) -> list[int]:
+        """Round numbers of seconds since the begin."""
+        step = next((step for step in _TICKS if self.length / step <= _MOST_TICKS), None)
+        step = step or 86400 * -(-int(self.length) // (86400 * _MOST_TICKS))
+        return [number * step for number in range(int(self.length // step) + 1)]
 
 
 def _of_start(start: Start, first: Start) -> Iterator[TimelineMark]:
     if start is not first:
-        yield TimelineMark("restart", start.time, f"started again on {start.ranks} rank(s)")
+        yield TimelineMark("restart", start.time, f"started again on {start.ranks} rank{'s' * (start.ranks != 1)}")
     for event in start.events:
         describe = _DESCRIPTIONS.get(event["event"])
         if describe is not None:
@@ -131,42 +138,48 @@ def _ends_of_ranks(run: RunData) -> dict[int, list[tuple[float, str]]]:
     return found
 
 
-def _bar(start: Start, lane: int, ended: Mapping[int, Sequence[tuple[float, str]]], axis: _Axis, top: float) -> Markup:
-    """The life of a rank in one start."""
+def _bar(start: Start, lane: int, ended: Mapping[int, Sequence[tuple[float, str]]], axis: _Axis) -> Markup:
+    """The time of a rank in one start, with an end in the color of how it ended."""
     own = [(time, how) for time, how in ended.get(lane, ()) if start.time <= time <= start.until + _LATE_SECONDS]
     until, how = own[0] if own else (start.until, start.status)
-    x, width = axis.at(start.time), max(1.0, axis.at(until) - axis.at(start.time))
-    text = f"{format_duration(until - start.time)} on {start.ranks} rank(s), {how}"
-    status = start.status if start.status in ("finished", "running", "preempted") else "failed"
-    return element(
-        "rect", element("title", text), x=x, y=top + 4, width=round(width, 2), height=_LANE - 8, rx=2, class_=status
-    )
+    status = "killed" if start.status == "running" and own else start.status
+    text = f"{format_duration(until - start.time)} on {start.ranks} rank{'s' * (start.ranks != 1)}, {how}"
+    size = {"x": _percent(axis.at(start.time)), "width": _percent(axis.at(until) - axis.at(start.time))}
+    bar = element("rect", element("title", text), **size, y=4, height=_LANE - 8, rx=3, class_="active")
+    cap = {"x": _percent(axis.at(until)), "width": _CAP, "transform": f"translate({-_CAP:g})"}
+    return join([bar, element("rect", element("title", text), **cap, y=4, height=_LANE - 8, class_=f"end {status}")])
 
 
-_LATE_SECONDS = 60.0  # by which the launcher may notice the end of a rank after rank 0 has written its last record
+_LATE_SECONDS: Final = 60.0  # the launcher may notice the end of a rank after the last record of rank 0
 
 
-def _draw(mark: TimelineMark, axis: _Axis, top: float) -> Markup:
-    x, title = axis.at(mark.time), element("title", mark.text)
-    classes = f"mark {mark.kind.replace(' ', '-')}"
+def _draw(mark: TimelineMark, axis: _Axis) -> Markup:
+    title, classes = element("title", mark.text), f"mark {mark.kind.replace(' ', '-')}"
     if mark.kind == "evaluation":
-        width = max(1.5, axis.at(mark.time + mark.seconds) - x)
-        return element("rect", title, x=x, y=top + 5, width=round(width, 2), height=_LANE - 10, class_=classes)
-    return element("circle", title, cx=axis.at(mark.time + mark.seconds), cy=top + _LANE / 2, r=4.5, class_=classes)
+        size = {"x": _percent(axis.at(mark.time)), "width": _percent(100 * mark.seconds / axis.length)}
+        return element("rect", title, **size, y=6, height=_LANE - 12, class_=classes)
+    return element("circle", title, cx=_percent(axis.at(mark.time + mark.seconds)), cy=_LANE / 2, r=5, class_=classes)
 
 
-def _lane(name: str, top: float, shapes: Sequence[Markup]) -> Markup:
-    label = element("text", name, x=_LEFT - 8, y=top + _LANE / 2 + 4, class_="lane")
-    line = element("line", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=top + _LANE / 2, y2=top + _LANE / 2, class_="grid")
-    return element("g", line, label, *shapes)
+def _lane(name: str, axis: _Axis, shapes: Sequence[Markup]) -> Markup:
+    ticks = [_percent(axis.at(axis.begin + seconds)) for seconds in axis.ticks]
+    grid = [element("line", x1=x, x2=x, y1=0, y2=_LANE, class_="grid") for x in ticks]
+    return element("div", element("span", name), element("svg", *grid, *shapes), class_="lane")
 
 
-def _draw_axis(axis: _Axis, top: float) -> Markup:
-    step = next((step for step in _TICKS if axis.length / step <= _MOST_TICKS), None)
-    step = step or 86400 * -(-axis.length // (86400 * _MOST_TICKS))
-    ticks = []
-    for number in range(int(axis.length // step) + 1):
-        x = axis.at(axis.begin + number * step)
-        ticks.append(element("line", x1=x, x2=x, y1=4, y2=top, class_="grid"))
-        ticks.append(element("text", format_duration(number * step), x=x, y=top + 16, class_="tick"))
-    return element("g", join(ticks))
+def _draw_axis(axis: _Axis) -> Markup:
+    texts = [
+        element(
+            "text",
+            format_duration(seconds),
+            x=_percent(axis.at(axis.begin + seconds)),
+            y=14,
+            class_=None if seconds else "first",
+        )
+        for seconds in axis.ticks
+    ]
+    return element("div", element("span", "time"), element("svg", *texts), class_="lane")
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2f}%"

@@ -1,11 +1,13 @@
 """What has become of a run, in words: finished, failed with its cause, preempted, killed, or running."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.messages import format_duration
+from samestep.messages import format_duration, plain_text
 from samestep.report.curves import largest_step
-from samestep.report.run_data import Record, RunData, Start
+from samestep.report.run_data import RunData, Start
+from samestep.report.run_records import Record
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ def _restarts_text(starts: Sequence[Start]) -> str:
         return ""
     sizes = list(dict.fromkeys(start.ranks for start in starts))
     on = f", on {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks" if len(sizes) > 1 else ""
-    return f", in {len(starts)} starts{on}"
+    ended = Counter(start.status for start in starts[:-1])
+    how = ", ".join(f"{status} {count} times" if count > 1 else status for status, count in ended.items())
+    return f", in {len(starts)} starts{on} ({how} before)"
 
 
 def _of_launcher(event: Record) -> FailureRecord:
@@ -105,7 +109,7 @@ def _of_launcher(event: Record) -> FailureRecord:
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return next((line.strip() for line in plain_text(text).splitlines() if line.strip()), "")
 
 
 def _without_run(run: RunData) -> Verdict:

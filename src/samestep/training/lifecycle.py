@@ -268,7 +268,7 @@ class Lifecycle:
     def move_folder(self, folder: Path) -> None:
         """Write logs and ledgers to `folder`, unless the user chose a folder or something is already written."""
         context = self.context
-        final = self._folder_is_final or (self._loggers is not None and self._loggers.is_open)
+        final = self._folder_is_final or (self._loggers is not None and self._loggers.has_files)
         if context.once(lambda: final):
             return
         context.folder, self._folder_is_final = folder, True

@@ -92,7 +92,7 @@ def usage_record(rows: np.ndarray) -> dict[str, object]:
         return {}
     columns = rows[:, 2:].T
     phases = {phase: _by_rank(column) for phase, column in zip(PHASES, columns, strict=False) if column.any()}
-    named = dict(zip(("waiting", *_FIELDS), map(_by_rank, columns[len(PHASES) :]), strict=True))
+    named = dict(zip(("communication", *_FIELDS), map(_by_rank, columns[len(PHASES) :]), strict=True))
     known = {name: values for name, values in named.items() if values is not None}
     return {"steps": int(steps), "seconds": _rounded(float(seconds)), "phases": phases, **known}
 

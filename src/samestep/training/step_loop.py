@@ -57,6 +57,8 @@ class StepLoop:
         progress = self.context.progress
         self.context.comm.refuse_inside_once("a training step")
         self.current, progress.in_step = step, True
+        if self.context.loggers is not None:
+            self.context.loggers.begin_training()
         self.context.times.begin_step()
         pending = self.context.metrics.pending
         step.log_row = pending.begin_step(step.number, step.position.epoch)

@@ -2,20 +2,31 @@
 // Draws the charts of a report. The data is in the element "chart-data"; uPlot is above this script.
 (() => {
   const data = JSON.parse(document.getElementById("chart-data").textContent);
-  const HEIGHT = 220;
-  const FEW = 60; // points that are drawn as points, too
-  const FIRST = 4; // charts that are drawn immediately; the others follow when the browser is idle
+  const HEIGHT = 230, TALL = 320; // of a chart, and of the first one
+  const FEW = 60; // points of a curve that are drawn as points, too
+  const COLORS = 8; // of runs and ranks, in page.css
   const state = { x: "step", log: false, smoothing: 0 };
   const plots = new Map();
+  const isCompared = data.names.length > 1;
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const runColor = (number) => color(`--run-${number % 6}`);
-  const number = (value) => (value == null ? "–" : Number(value.toPrecision(7)).toString());
+  const runColor = (number) => color(`--run-${number % COLORS}`);
+  const rankColor = (number) => color(`--rank-${number % COLORS}`);
+  const font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  const format = (value) => (value == null ? "–" : Number(value.toPrecision(7)).toString());
 
-  function duration(seconds) {
-    const total = Math.round(seconds), minutes = Math.floor(total / 60) % 60, hours = Math.floor(total / 3600);
-    const two = (value) => String(value).padStart(2, "0");
-    return hours ? `${hours}:${two(minutes)}:${two(total % 60)}` : `${minutes}:${two(total % 60)}`;
+  function formatTick(value) {
+    const size = Math.abs(value);
+    if (size && (size < 1e-3 || size >= 1e15)) return value.toExponential().length <= 9 ? value.toExponential() : value.toExponential(3);
+    return size >= 1e5 ? value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 6 }) : format(value);
+  }
+
+  // Hours, minutes and seconds; `step` is the distance of ticks, which may be a part of a second.
+  function duration(seconds, step = 1) {
+    const digits = step < 1 ? Math.min(3, Math.ceil(-Math.log10(step))) : 0;
+    const total = Number(seconds.toFixed(digits)), minutes = Math.floor(total / 60) % 60, hours = Math.floor(total / 3600);
+    const two = (value, places = 0) => value.toFixed(places).padStart(places ? places + 3 : 2, "0");
+    return hours ? `${hours}:${two(minutes)}:${two(total % 60, digits)}` : `${minutes}:${two(total % 60, digits)}`;
   }
 
   // An exponential moving average without the bias of its start. Of a long curve it averages the means of its buckets.
@@ -29,104 +40,182 @@
     });
   }
 
-  // The columns of one curve: x and y, without what a logarithmic axis cannot show.
-  function columns(points, x, log, values = points.value) {
-    return [points[x], values.map((value) => (log && !(value > 0) ? null : value))];
+  // The columns of one curve: x and y, without what a logarithmic axis cannot show, with a gap where the run paused.
+  function columns(points, x, log, run, values = points.value) {
+    const places = [...points[x]], shown = values.map((value) => (log && !(value > 0) ? null : value));
+    for (const mark of x === "time" ? data.marks : []) {
+      const at = mark.run === run ? places.findIndex((place) => place >= mark.time) : -1;
+      if (at <= 0) continue;
+      places.splice(at, 0, (places[at - 1] + places[at]) / 2);
+      shown.splice(at, 0, null);
+    }
+    return [places, shown];
+  }
+
+  // All charts over steps begin and end at the same step, and those over time at the same time.
+  const ends = { step: [Infinity, -Infinity], time: [Infinity, -Infinity] };
+  for (const chart of Object.values(data.charts)) {
+    for (const series of chart.series) {
+      for (const x of ["step", "time"]) {
+        if (!series[x]?.length || (x === "step" && chart.x === "time") || (x === "time" && chart.isDifference)) continue;
+        ends[x] = [Math.min(ends[x][0], series[x][0]), Math.max(ends[x][1], series[x].at(-1))];
+      }
+    }
   }
 
   function label(chart, series) {
-    const run = data.names.length > 1 ? data.names[series.run] : "";
+    const run = isCompared ? data.names[series.run] : "";
     return [run, series.label].filter(Boolean).join(" ") || chart.title;
   }
 
-  // Colors of runs if there are several, otherwise one per curve.
-  function stroke(series, index) {
-    return runColor(data.names.length > 1 && !series.label ? series.run : index);
+  // What the legend shows of a curve: the value at the pointer, or the last one. `lost` has the values that no axis can show.
+  function legendValue(points, x, values = points.value) {
+    const lost = new Map(Object.entries(points.notFinite ?? {}).map(([at, text]) => [points[x][at], text]));
+    const last = values.findLast((value) => value != null);
+    return (u, value, series, at) => (at == null ? format(last) : value == null ? (lost.get(u.data[0][at]) ?? "–") : format(value));
   }
 
   function build(chart) {
     const x = chart.x === "time" ? "time" : state.x;
     const log = state.log || chart.log;
     const tables = [], lines = [];
-    const usable = chart.series.filter((series) => series[x]);
-    usable.forEach((series, index) => {
-      const line = { label: label(chart, series), stroke: stroke(series, index), value: (_, value) => number(value) };
-      const smoothed = state.smoothing > 0 && !chart.log;
-      tables.push(columns(series, x, log));
-      const few = tables.at(-1)[1].filter((value) => value != null).length <= FEW;
+    chart.series.filter((series) => series[x]).forEach((series, index) => {
+      // Ranks of one of several runs must not have the color of another run.
+      const isRank = isCompared && series.label;
+      const stroke = series.isForecast ? color("--soft") : isRank ? rankColor(index) : runColor(isCompared ? series.run : index);
+      const smoothed = state.smoothing > 0 && !chart.log && !series.isForecast;
+      const points = columns(series, x, log, series.run);
+      // The first of several runs is a broad line below the others, so that equal curves are both seen.
+      const isBelow = isCompared && series.run === 0 && !series.label && !chart.log && !smoothed;
+      tables.push(points);
       lines.push({
-        ...line, width: smoothed ? 1 : 1.6, alpha: smoothed ? 0.3 : 1, spanGaps: Boolean(chart.log), points: { size: 4, show: few },
+        label: label(chart, series), stroke, value: legendValue(series, x), spanGaps: Boolean(chart.log || series.isForecast),
+        width: isBelow ? 4 : smoothed ? 1 : 1.6, alpha: isBelow ? 0.5 : smoothed ? 0.3 : 1, dash: series.isForecast ? [6, 4] : undefined,
+        points: { size: 5, show: !series.isForecast && points[1].filter((value) => value != null).length <= (series.label ? 1 : FEW) },
       });
       if (smoothed) {
-        const source = series.means ?? series;
-        tables.push(columns(source, x, log, smooth(source, state.smoothing)));
-        lines.push({ ...line, label: `${line.label} (smoothed)`, width: 2, points: { show: false } });
+        const source = series.means ?? series, values = smooth(source, state.smoothing);
+        tables.push(columns(source, x, log, series.run, values));
+        lines.push({ label: `${label(chart, series)} (smoothed)`, stroke, value: legendValue(source, x, values), width: 2, points: { show: false } });
       }
     });
-    return { x, log, lines, columns: tables.length ? uPlot.join(tables) : [[]] };
+    const hasValues = tables.some(([, values]) => values.some((value) => value != null));
+    const joined = tables.length ? uPlot.join([...tables, [ends[x], [null, null]]]).slice(0, -1) : [[]];
+    return { x, log, lines, hasValues, columns: joined };
   }
 
-  function draw(element) {
+  // The part of the x axis that was zoomed to, if it has the same unit.
+  function zoomOf(plot, x) {
+    const values = plot?.data[0];
+    if (!values?.length || plot.unit !== x) return null;
+    const { min, max } = plot.scales.x;
+    return min > values[0] || max < values.at(-1) ? { min, max } : null;
+  }
+
+  function draw(element, keepsZoom = true) {
     const chart = data.charts[element.dataset.chart];
     const built = build(chart);
-    plots.get(element)?.destroy();
-    const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") } };
-    const xValues = (_, ticks) => ticks.map((tick) => (built.x === "time" ? duration(tick) : tick.toLocaleString("en")));
+    const before = plots.get(element), zoom = keepsZoom ? zoomOf(before, built.x) : null;
+    before?.destroy();
+    const axis = { stroke: color("--soft"), font, labelFont: font, grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), size: 5 } };
+    const isTime = built.x === "time";
+    const last = Math.max(...chart.series.map((series) => series[built.x]?.at(-1) ?? -Infinity));
+    const formatX = (value, step) => (value == null ? "–" : isTime ? duration(value, step) : value.toLocaleString("en"));
+    const fromZero = { min: { soft: 0, mode: 1 }, max: { pad: 0.1, mode: 2 } }; // so that noise does not look like a leak
     const plot = new uPlot(
       {
         width: Math.max(240, element.clientWidth),
-        height: HEIGHT,
-        scales: { x: { time: false }, y: { distr: built.log ? 3 : 1 } },
-        series: [
-          { label: built.x, value: (_, value) => (value == null ? "–" : built.x === "time" ? duration(value) : String(value)) },
-          ...built.lines,
-        ],
+        height: element.closest(".wide") ? TALL : HEIGHT,
+        padding: [12, 12, 0, 0],
+        scales: { x: { time: false }, y: { distr: built.log ? 3 : 1, ...(chart.x === "time" && !built.log ? { range: fromZero } : {}) } },
+        series: [{ label: built.x, value: (_, value, series, at) => formatX(at == null ? last : value) }, ...built.lines],
         axes: [
-          { ...axis, values: xValues },
-          { ...axis, size: 70, values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : number(tick))) },
+          { ...axis, values: (_, ticks) => ticks.map((tick) => formatX(tick, ticks[1] - ticks[0])), label: isTime ? "time since the start" : "step", labelSize: 18, labelGap: 0, size: 32 },
+          { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : formatTick(tick))) },
         ],
+        legend: { markers: { width: 3 } },
         cursor: { sync: { key: built.x }, drag: { x: true, y: false } },
-        hooks: { draw: [(u) => drawMarks(u, chart, built.x)] },
+        hooks: { draw: [(u) => drawMarks(u, chart, built), (u) => drawLost(u, chart, built.x)] },
       },
       built.columns,
       element,
     );
-    element.querySelector(".u-legend").createCaption().textContent = `${chart.title}: values at the pointer`;
+    plot.unit = built.x;
+    if (zoom) plot.setScale("x", zoom);
+    element.querySelector(".u-legend").createCaption().textContent = `${chart.title}: values at the pointer, or the last ones`;
     element.setAttribute("role", "img");
-    element.setAttribute("aria-label", `${chart.title} over ${built.x}; the table of last values has its result`);
+    element.setAttribute("aria-label", `${chart.title} over ${built.x}; the table of values has its last, smallest and largest value`);
     plots.set(element, plot);
   }
 
-  // Dashed lines where a run started again.
-  function drawMarks(u, chart, x) {
+  // Dashed lines where a run started again, with a text where there is space for it.
+  function drawMarks(u, chart, built) {
     const runs = new Set(chart.series.map((series) => series.run));
-    const { ctx, bbox } = u;
+    const { ctx, bbox } = u, right = bbox.left + bbox.width, gap = 5 * devicePixelRatio;
     ctx.save();
-    ctx.setLineDash([4, 4]);
+    ctx.font = `${11 * devicePixelRatio}px ${getComputedStyle(document.body).fontFamily}`;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
+    ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+    let free = bbox.left; // until here a text is drawn already
     for (const mark of data.marks) {
       if (!runs.has(mark.run)) continue;
-      const at = u.valToPos(mark[x], "x", true);
-      if (at < bbox.left || at > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = ctx.fillStyle = data.names.length > 1 ? runColor(mark.run) : color("--soft");
+      const at = u.valToPos(mark[built.x], "x", true);
+      if (at < bbox.left || at > right) continue;
+      ctx.strokeStyle = ctx.fillStyle = isCompared ? runColor(mark.run) : color("--soft");
       ctx.beginPath();
       ctx.moveTo(at, bbox.top);
       ctx.lineTo(at, bbox.top + bbox.height);
       ctx.stroke();
-      ctx.fillText(mark.text, at + 4, bbox.top + 12);
+      const width = ctx.measureText(mark.text).width;
+      const left = at + gap + width <= right ? at + gap : at - gap - width;
+      if (left < free) continue;
+      ctx.fillText(mark.text, left, bbox.top + 11 * devicePixelRatio);
+      free = left + width + gap;
+    }
+    if (!built.hasValues) {
+      ctx.fillStyle = color("--soft");
+      ctx.fillText(built.log ? "no values above 0" : "no finite values", bbox.left + gap, bbox.top + bbox.height / 2);
     }
     ctx.restore();
   }
 
+  // Red ticks above the axis where values are NaN or infinite.
+  function drawLost(u, chart, x) {
+    const { ctx, bbox } = u, bottom = bbox.top + bbox.height;
+    ctx.save();
+    ctx.fillStyle = color("--bad");
+    for (const series of chart.series) {
+      for (const index of Object.keys(series.notFinite ?? {})) {
+        const at = u.valToPos(series[x]?.[index] ?? NaN, "x", true);
+        if (at >= bbox.left && at <= bbox.left + bbox.width) ctx.fillRect(at - devicePixelRatio, bottom - 8 * devicePixelRatio, 2 * devicePixelRatio, 8 * devicePixelRatio);
+      }
+    }
+    ctx.restore();
+  }
+
+  // Charts that can be seen are drawn immediately, the others when the browser is idle.
   const elements = [...document.querySelectorAll("[data-chart]")];
   const later = window.requestIdleCallback ?? ((callback) => setTimeout(callback, 0));
+  let round = 0;
 
-  function drawAll() {
-    elements.slice(0, FIRST).forEach(draw);
-    document.body.setAttribute("data-first-chart", String(performance.now())); // for tests
-    const rest = elements.slice(FIRST);
+  function isVisible(element) {
+    const { top, bottom } = element.getBoundingClientRect();
+    return bottom > 0 && top < window.innerHeight;
+  }
+
+  function drawAll(keepsZoom = true) {
+    const own = ++round, rest = [];
+    document.body.removeAttribute("data-drawn"); // for tests, as are the others
+    for (const element of elements) isVisible(element) ? draw(element, keepsZoom) : rest.push(element);
+    if (own === 1) {
+      if (elements.length && rest.length === elements.length) draw(rest.shift(), keepsZoom);
+      document.body.setAttribute("data-first-chart", String(performance.now()));
+    }
     const next = () => {
+      if (own !== round) return; // something has changed since
       if (!rest.length) return document.body.setAttribute("data-drawn", "all");
-      draw(rest.shift());
+      draw(rest.shift(), keepsZoom);
       later(next);
     };
     next();
@@ -135,23 +224,51 @@
   function change(update) {
     return (event) => {
       update(event.target);
-      elements.forEach(draw);
+      drawAll();
     };
   }
 
   const controls = document.querySelector(".controls");
+  document.getElementById("filter")?.addEventListener("input", ({ target }) => {
+    const words = target.value.toLowerCase().split(/\s+/).filter(Boolean);
+    for (const figure of document.querySelectorAll("#curves figure")) {
+      const title = figure.querySelector("figcaption").textContent.toLowerCase();
+      figure.hidden = !words.every((word) => title.includes(word));
+    }
+  });
   controls?.addEventListener("submit", (event) => event.preventDefault());
   controls?.querySelectorAll("input[name=x]").forEach((input) =>
     input.addEventListener("change", change((target) => { state.x = target.value; })));
   document.getElementById("log")?.addEventListener("change", change((target) => { state.log = target.checked; }));
   document.getElementById("smoothing")?.addEventListener("input", change((target) => { state.smoothing = target.value / 100; }));
-  document.getElementById("reset")?.addEventListener("click", () => elements.forEach(draw));
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => elements.forEach(draw));
+  document.getElementById("reset")?.addEventListener("click", () => drawAll(false));
+  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawAll());
   new ResizeObserver(() => {
     for (const [element, plot] of plots) {
       const width = Math.max(240, element.clientWidth);
-      if (width !== plot.width) plot.setSize({ width, height: HEIGHT });
+      if (width !== plot.width) plot.setSize({ width, height: plot.height });
     }
   }).observe(document.body);
+
+  // What a bar or a mark stands for appears at once, also after a tap; without this script the browser shows the title.
+  const tip = document.body.appendChild(document.createElement("div"));
+  tip.className = "tip";
+  tip.hidden = true;
+  for (const title of document.querySelectorAll("main svg title")) {
+    title.parentNode.dataset.tip = title.textContent;
+    title.remove();
+  }
+  document.addEventListener("pointerover", (event) => {
+    const text = event.target.dataset?.tip;
+    tip.hidden = !text;
+    if (!text) return;
+    tip.textContent = text;
+    const box = event.target.getBoundingClientRect();
+    const left = Math.min(event.clientX, window.innerWidth - tip.offsetWidth - 8);
+    const top = box.top - tip.offsetHeight - 6;
+    // The policy of the page forbids attributes with styles; a script may set single properties.
+    tip.style.left = `${Math.max(8, left)}px`;
+    tip.style.top = `${top > 0 ? top : box.bottom + 6}px`;
+  });
   drawAll();
 })();
