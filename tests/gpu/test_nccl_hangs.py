@@ -9,7 +9,6 @@ import pytest
 
 from tests.gpu.test_nccl import missing_for
 from tests.hang.injected_faults import Case, check, stop_rank_1
-from tests.hang.test_slow_ranks import DOES, check_named
 
 AT_A_TIME = 4  # ranks that wait keep the GPU busy
 TIMEOUT = 20.0
@@ -55,9 +54,3 @@ def test_the_launcher_names_the_rank_and_its_line_and_ends_the_run(tmp_path: Pat
     launches = check(table, tmp_path, AT_A_TIME, VARIABLES)
     measured = [each.case.name for each in launches if each.seconds_after_timeout is not None]
     assert len(measured) >= 5, measured  # `check` fails if one of them ends too late
-
-
-def test_a_slow_rank_is_named_once(tmp_path: Path):
-    slow = [Case("plain_ddp", fault, None, code=0, timeout=60.0, ends="") for fault in DOES]
-    for launch in check(slow, tmp_path, AT_A_TIME, VARIABLES):
-        check_named(launch)
