@@ -29,7 +29,7 @@ from samestep.launch.failure_report import (
 from samestep.launch.hang_exchange import HangFolder, NodeInfo, NodeStore
 from samestep.launch.hang_monitor import HangMonitor, Look, Ranks, Wait, next_action
 from samestep.launch.job import Job
-from samestep.launch.rank_logs import RankFiles
+from samestep.launch.rank_logs import LauncherEvents, RankFiles
 from samestep.launch.rendezvous import Rendezvous
 from tests.launch.launched import wait_for
 
@@ -168,7 +168,7 @@ def test_without_a_temporary_folder_the_ranks_run_without_the_watch(tmp_path, mo
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     said = []
     job = Job("train.py", False, (), 2, Rendezvous.__new__(Rendezvous), 0, tmp_path)
-    monitor = HangMonitor(job, said.append)
+    monitor = HangMonitor(job, said.append, LauncherEvents(tmp_path, "a", said.append))
     assert monitor.variables() == {}
     monitor.start(Ranks(0, {}, {}, 0, 1, 2, HashStore()))
     monitor.close()
@@ -246,7 +246,7 @@ class Watched:
     def __init__(self, folder, policy, nodes=1):
         self.said, self.probe = [], FakeProbe()
         job = Job("train.py", False, (), 2, Rendezvous.__new__(Rendezvous), 0, folder, on_hang=policy)
-        self.monitor = HangMonitor(job, self.said.append, self.probe)
+        self.monitor = HangMonitor(job, self.said.append, LauncherEvents(folder, "a", self.said.append), self.probe)
         self.ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
         self.pids = pids = {rank: process.pid for rank, process in enumerate(self.ranks)}
         logs = {rank: RankFiles(folder, rank) for rank in pids}

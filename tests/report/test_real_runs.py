@@ -179,6 +179,29 @@ def test_a_plain_script_has_a_page_of_what_its_launcher_saw(open_page, samestep,
     assert "train.py" in page.text("header")
 
 
+HANG = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+if dist.get_rank() == 1:
+    time.sleep(600)
+dist.barrier()
+"""
+
+
+def test_a_hang_is_in_the_timeline_with_the_rank_that_caused_it(open_page, samestep, tmp_path):
+    out = tmp_path / "out"
+    assert start(tmp_path, HANG, "--nproc-per-node", "2", "--folder", str(out), "train.py").finish().code != 0
+    (path,) = (out / "logs").glob("launcher-*.jsonl")
+    hangs = [record for record in map(json.loads, path.read_text().splitlines()) if record["event"] == "hang"]
+    assert [hang["culprits"] for hang in hangs] == [[1]]
+    assert samestep("report", out)[0] == 0
+    page = open_page(out / "report.html")
+    assert "train.py:7: time.sleep(600)" in page.text("#failures")
+    assert "hangs" in page.text("#timeline")
+
+
 def test_what_is_no_run_is_one_line(samestep, tmp_path):
     code, _, err = samestep("report", tmp_path)
     assert (code, err) == (

@@ -39,7 +39,7 @@ from samestep.hang.wait_graph import format_ranks
 from samestep.launch.failure_report import Explanation, Failure, explains, read_failure
 from samestep.launch.hang_exchange import BoundedThread, HangFolder, LauncherInfo, NodeInfo, NodeStore, Request
 from samestep.launch.job import Job, OnHang
-from samestep.launch.rank_logs import RankFiles
+from samestep.launch.rank_logs import LauncherEvents, RankFiles
 from samestep.launch.straggler_watch import StragglerWatch, format_straggler
 from samestep.launch.wait_timer import Wait, WaitTimer
 
@@ -137,9 +137,12 @@ class Ranks:
 class HangMonitor:
     """Watches the ranks of every attempt, and keeps what the report of a failure needs."""
 
-    def __init__(self, job: Job, echo: Callable[[str], None], probe: NodeProbe | None = None) -> None:
+    def __init__(
+        self, job: Job, echo: Callable[[str], None], events: LauncherEvents, probe: NodeProbe | None = None
+    ) -> None:
         self.policy: OnHang = job.on_hang
         self.echo = echo
+        self._events = events
         self.probe = probe or open_probe(echo)
         self.folder = HangFolder(job.folder)
         self.explanation: Explanation | None = None  # of the hang that has ended the last attempt
@@ -167,6 +170,11 @@ class HangMonitor:
         """A rank has failed, so that what the others do from now on explains nothing."""
         if self._watch is not None:
             self._watch.rank_failed()
+
+    def report(self, hang: Explanation) -> None:
+        """Print an explanation, and record it for `samestep report`."""
+        self.echo(f"{hang.summary}\n  {hang.report}")
+        self._events.record("hang", summary=hang.summary, culprits=hang.culprits, report=hang.report)
 
     def stop(self) -> None:
         """Stop watching: the ranks have ended, or are about to be ended."""
@@ -457,8 +465,9 @@ class _Watch:
         if is_new:
             self._reported = cause.kind, *cause.culprits
             path = self._files.write_report(cause, evidence)
-            self._monitor.echo(f"{summary}\n  {path}")
         self.explanation, self._cause = Explanation(summary, cause.culprits, path), cause
+        if is_new:
+            self._monitor.report(self.explanation)
         if self._nodes is not None:
             self._nodes.set("cause", json.dumps(asdict(self.explanation)))
 
@@ -492,7 +501,7 @@ class _Watch:
         if self.explanation is None:
             waiting = sorted(each.rank for each in evidence if any(call.is_pending for call in each.collectives or ()))
             self.explanation = Explanation(unknown_cause(waiting, wait), [], self._files.write_report(None, evidence))
-            self._monitor.echo(f"{self.explanation.summary}\n  {self.explanation.report}")
+            self._monitor.report(self.explanation)
         if self._nodes is not None:
             self._nodes.request("end", asdict(self.explanation))
         self._has_ended = True

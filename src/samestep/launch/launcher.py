@@ -54,7 +54,7 @@ class Launcher:
         self._job, self._signals, self._echo = job, signals, echo
         self._logs = RankLogs(job.folder / "logs", job.show)
         self._events = LauncherEvents(self._logs.folder, socket.gethostname(), echo)
-        self._hangs = HangMonitor(job, echo)
+        self._hangs = HangMonitor(job, echo, self._events)
 
     def run(self) -> int:
         """Run the job to its end; returns 0 or the exit code of the rank that failed first.
