@@ -185,7 +185,7 @@ class StepTimes:
         started, self._waiting = self._waiting, None
         if isinstance(started, float):
             self._comm.waited += time.perf_counter() - started
-        elif isinstance(started, torch.cuda.Event):
+        elif started is not None:
             self._pairs.append((started, self._record()))
 
     def _record(self) -> torch.cuda.Event:
