@@ -12,7 +12,7 @@ import pytest
 
 from samestep.environment.processes import process_is_gone
 from tools import gpu_figures
-from tools.gpu_figures import FAULTS, PARTS, Command, Part, Runner, read_rows, report
+from tools.gpu_figures import FAULTS, PARTS, SLOW, Command, Part, Runner, read_rows, report
 
 REPOSITORY = Path(__file__).parent.parent.parent
 ONE_GPU = {"gpus": ["NVIDIA H200"], "nccl": [2, 29, 7]}
@@ -32,6 +32,7 @@ row = '{"ms": 12.0, "turns_ms": [11.0, 13.0], "ops": [{"flops": 1}]}'
 Path(sys.argv[sys.argv.index("--json") + 1]).write_text(row)
 """
 SKIPPED = "import pytest\n\n\ndef test_of_a_gpu():\n    pytest.skip('this machine has none')\n"
+HALVES = {"test_nccl": FAULTS, "test_nccl_hangs": SLOW}  # these tests, and the others of the file
 MIXED = "def test_right():\n    pass\n\n\ndef test_wrong():\n    assert 1 + 1 == 3\n"
 
 
@@ -158,11 +159,12 @@ def test_every_test_of_a_gpu_is_in_one_part_and_every_benchmark_exists():
     commands = [each for part in PARTS.values() for each in part.commands]
     files = Counter(each.arguments[2] for each in commands if each.is_test)
     expected = {f"tests/gpu/{path.name}": 1 for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}
-    assert files == {**expected, "tests/gpu/test_nccl.py": 2}  # those with faults, and the others
-    (one, other) = (each.arguments[-1] for each in commands if each.arguments[2:3] == ("tests/gpu/test_nccl.py",))
-    assert {one, other} == {FAULTS, f"not ({FAULTS})"}
-    names = re.findall(r"^def (test_\w+)", (REPOSITORY / "tests/gpu/test_nccl.py").read_text(), re.M)
-    assert all(any(word in name for name in names) for word in FAULTS.split(" or "))
+    assert files == {**expected, **{f"tests/gpu/{file}.py": 2 for file in HALVES}}
+    for file, words in HALVES.items():
+        halves = [each.arguments[-1] for each in commands if each.arguments[2:3] == (f"tests/gpu/{file}.py",)]
+        assert set(halves) == {words, f"not ({words})"}
+        names = re.findall(r"^def (test_\w+)", (REPOSITORY / f"tests/gpu/{file}.py").read_text(), re.M)
+        assert all(any(word in name for name in names) for word in words.split(" or "))
     assert all((REPOSITORY / each.arguments[0]).exists() for each in commands if not each.is_test)
     assert all(len({each.name for each in part.commands}) == len(part.commands) for part in PARTS.values())
     assert all(part.minutes < 9 for part in PARTS.values())
