@@ -85,6 +85,8 @@ CASES = [
     Case("resnet50-nchw", 64, "bf16"),
     Case("resnet50-nchw", 64, "fp32", "SGD"),
     Case("unet-nhwc", 16, "bf16"),
+    Case("chunked-gpt2", 16, "bf16"),
+    Case("chunked-gpt2", 8, "fp32"),
     Case("lstm", 64, "bf16"),
     Case("lstm", 64, "fp32", "SGD"),
     Case("gru", 64, "bf16"),

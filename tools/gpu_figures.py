@@ -114,7 +114,7 @@ def overhead(name: str, options: str, minutes: float, ranks: int = 1) -> Command
 
 SLOW = "a_slow_rank"  # a wait of minutes, in which the GPU may do something else
 FAULTS = "raises or killed or sleeping or flight_recorder or destroys or sys_exit"  # these mostly wait
-FAMILIES = "lstm gru mixtral wav2vec2 t5 convnext segformer detector proposals"
+FAMILIES = "chunked-gpt2 lstm gru mixtral wav2vec2 t5 convnext segformer detector proposals"
 PARTS: dict[str, Part] = {
     "tests": Part(
         "tests/gpu without injected faults: training, memory, data, teachers, and NCCL with 2 and 4 ranks",
