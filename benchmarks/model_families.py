@@ -27,13 +27,13 @@ def token_losses(logits, targets):
 
 
 class ChunkedGPT2(nn.Module):
-    """GPT-2 small that returns losses, without the logits of all tokens."""
+    """GPT-2 small that returns losses, without the logits of all tokens and without attention dropout."""
 
     def __init__(self) -> None:
         super().__init__()
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        self.model = GPT2LMHeadModel(GPT2Config(use_cache=False))
+        self.model = GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, use_cache=False))
 
     def forward(self, tokens):
         """Losses of the tokens after the first, averaged per sample."""

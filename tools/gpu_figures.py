@@ -168,10 +168,15 @@ PARTS: dict[str, Part] = {
             overhead("sharded", "--rounds 4 --contender samestep --strategy fsdp zero2 --micro-batches 1 4", 5, 2),
         ),
     ),
-    "memory": Part(
+    "families": Part(
         "forecast and measured peak memory of the models of benchmarks/model_families.py",
         3,
         (script("families", f"memory.py --case {FAMILIES}", 8),),
+    ),
+    "memory": Part(
+        "the same of all models of benchmarks/memory.py, those of the table of the documentation first",
+        7,
+        (script("memory", "memory.py", 8.8),),
     ),
     "losses": Part(
         "two ranks with the loss in chunks, eager and compiled, with DDP and FSDP2",

@@ -224,12 +224,14 @@ def _classes(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to the dtype of products; on devices without products into fp32, such as the CPU, then in fp32.
-
-    A trace for a GPU has such products (planner/cuda_emulation.py).
-    """
+    """Rounded to the dtype of products; on a device without products into fp32, then in fp32."""
     rounded = tensor.to(dtype)
-    return rounded if has_kernel("mm.dtype", tensor.device.type.upper()) else rounded.to(_wide(dtype))
+    return rounded if _multiplies_into_fp32(tensor.device) else rounded.to(_wide(dtype))
+
+
+def _multiplies_into_fp32(device: torch.device) -> bool:
+    """Whether half precision has products into fp32: on CUDA, and on the CPU while a trace emulates CUDA there."""
+    return device.type == "cuda" or has_kernel("mm.dtype", device.type.upper())
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
