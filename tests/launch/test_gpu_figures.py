@@ -73,6 +73,7 @@ def of_pytest(name, file):
     return Command(name, ("-m", "pytest", file, "-q", "-p", "no:cacheprovider"), 5.0, alone=False)
 
 
+@pytest.mark.slow
 def test_a_command_that_fails_or_hangs_stops_no_other_and_all_results_are_kept(repository, capsys):
     commands = [
         code("fails", "print('before the failure'); raise SystemExit(3)"),
@@ -141,6 +142,7 @@ def test_without_a_gpu_nothing_is_run(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_machine_is_described_with_its_versions_and_missing_modules(monkeypatch):
     monkeypatch.setattr(gpu_figures, "MACHINE", gpu_figures.MACHINE.replace("'pytest'", "'no_such_module'"))
     found = gpu_figures.describe_machine(gpu_figures.variables(None, REPOSITORY))
