@@ -18,11 +18,14 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -82,6 +85,8 @@ CASES = [
     Case("resnet50-nchw", 64, "bf16"),
     Case("resnet50-nchw", 64, "fp32", "SGD"),
     Case("unet-nhwc", 16, "bf16"),
+    Case("chunked-gpt2", 16, "bf16"),
+    Case("chunked-gpt2", 8, "fp32"),
     Case("lstm", 64, "bf16"),
     Case("lstm", 64, "fp32", "SGD"),
     Case("gru", 64, "bf16"),
@@ -450,6 +455,8 @@ def clear() -> None:
 
 
 def line(row) -> str:
+    if row.get("error"):
+        return f"{row['name']:36} failed: {row['error']}"
     gib = 2**30
     text = f"{row['name']:36} predicted {row['predicted'] / gib:7.2f}"
     if "allocated" in row:
@@ -467,7 +474,9 @@ def is_bound(row) -> bool:
 
 
 def summary(rows) -> str:
-    rows = [row for row in rows if not is_bound(row)]
+    rows = [row for row in rows if not row.get("error") and not is_bound(row)]
+    if not rows:
+        return "no case with a forecast that is not an upper bound was measured"
     errors = [row["predicted"] / row["allocated"] - 1 for row in rows]
     others = {
         name: statistics.median(abs(row[name] / row["allocated"] - 1) for row in rows)
@@ -481,15 +490,24 @@ def summary(rows) -> str:
 
 
 def predictions(cases, jobs: int):
-    """Trace in processes that see no GPU."""
+    """Trace in processes that see no GPU; a case that fails has its error."""
     seen, os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES"), ""
     try:
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-            return list(pool.map(predict, cases))
+            return [result_or_error(pending.result) for pending in [pool.submit(predict, case) for case in cases]]
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
         if seen is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = seen
+
+
+def result_or_error(function: Callable[[], dict]) -> dict[str, object]:
+    """The result, or what was raised: a case that fails must not end the others."""
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
@@ -510,13 +528,15 @@ def main() -> None:
             for case, prediction in zip(cases, predictions(cases, args.jobs), strict=True)
         ]
     for case, row in zip(cases, rows, strict=True):
-        if not args.predict_only:
-            row.update(measure(case))
+        if not args.predict_only and not row.get("error"):
+            row.update(result_or_error(partial(measure, case)))
         print(line(row), flush=True)
+        if args.json:  # after every case, so that those before one that hangs are kept
+            Path(args.json).write_text(json.dumps(rows))
     if not args.predict_only:
         print(summary(rows))
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows))
+    if any(row.get("error") for row in rows):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

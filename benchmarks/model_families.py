@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, interpolate, l1_loss
 
+from samestep.nn import linear_cross_entropy
+
 
 def images(samples: int, size: int):
     return torch.randn(samples, 3, size, size)
@@ -22,6 +24,26 @@ def token_losses(logits, targets):
     """The mean cross entropy of the tokens of each sample."""
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view(len(targets), -1).mean(1)
+
+
+class ChunkedGPT2(nn.Module):
+    """GPT-2 small that returns losses, without the logits of all tokens and without attention dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.model = GPT2LMHeadModel(GPT2Config(attn_pdrop=0.0, use_cache=False))
+
+    def forward(self, tokens):
+        """Losses of the tokens after the first, averaged per sample."""
+        hidden = self.model.transformer(tokens).last_hidden_state
+        return linear_cross_entropy(hidden[:, :-1], self.model.lm_head.weight, tokens[:, 1:]).mean(1)
+
+
+def chunked_gpt2(samples: int):
+    tokens = torch.randint(0, 50257, (samples, 1024))
+    return ChunkedGPT2(), (tokens,), lambda model, batch: model(batch[0])
 
 
 class Words(nn.Module):
@@ -191,6 +213,7 @@ def proposals(samples: int):
 
 
 FAMILIES: dict[str, Callable] = {
+    "chunked-gpt2": chunked_gpt2,
     "lstm": lstm,
     "gru": gru,
     "mixtral": mixtral,

@@ -1,6 +1,6 @@
 """The overhead of a training step: samestep compared with a hand-written DDP loop, Lightning, Fabric and Accelerate.
 
-    python benchmarks/overhead.py [--task mlp transformer] [--rounds 30] [--json]
+    python benchmarks/overhead.py [--task mlp transformer] [--rounds 30] [--json FILE]
     python benchmarks/overhead.py --device cuda --contender samestep --loss outside forward chunked [--compile]
     NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/overhead.py --device cuda --nproc 2 [--masked]
     NCCL_MULTI_RANK_GPU_ENABLE=1 python benchmarks/overhead.py --device cuda --nproc 2 --strategy fsdp zero2
@@ -15,10 +15,11 @@ every 50 steps, or with their own logger at its default. None writes checkpoints
 fused AdamW, except the newcomer (`--newcomer`), who writes the loop of a tutorial for one rank, which trains the same
 global batch: fp32, no TF32, the default AdamW.
 With FSDP the hand-written loop shards the same blocks with `fully_shard`, and exchanges gradients in the last of
-several micro-batches (`--micro-batches 1 4`). A masked mean (`--masked`) is compared with the plain mean. The loss is
-computed outside of the model, in its forward, or there by `linear_cross_entropy` ("chunked"). With several of these
-options all combinations take turns in one run, and "outside" is the ratio to the hand-written loop with the loss
-outside. Memory is the peak of a step on rank 0.
+several micro-batches (`--micro-batches 1 4`). A masked mean (`--masked`) is also compared with the plain mean of
+samestep. The loss is computed outside of the model, there from an fp32 copy of the logits as in many scripts ("fp32"),
+there and compiled by itself ("compiled"), in the forward of the model, or there by `linear_cross_entropy` ("chunked").
+With several of these options all combinations take turns in one run, and "outside" is the ratio to the hand-written
+loop with the loss outside. Memory is the peak of a step on rank 0.
 """
 
 import argparse
@@ -38,7 +39,7 @@ from itertools import chain, count, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from training_tasks import Task, build, losses
+from training_tasks import LOSSES, Task, build, losses
 
 LOG_EVERY = 50
 
@@ -464,13 +465,11 @@ def compare(groups: list[tuple[Task, list[str]]], rounds: int, profiles: Path | 
         for number, contender in enumerate(contenders if profiles else ()):
             contender.go(profiles / f"profile-{number}-{contender.name}.txt")
             contender.ready()
-    by_hand = {each.task: turns for each, turns in times.items() if each.name == "hand-written"}
+    known = {(each.name, each.task): turns for each, turns in times.items()}
     return [
-        summarize(
-            each.task, each.name, times[each], by_hand[each.task], by_hand.get(replace(each.task, loss="outside"))
-        )
+        summarize(each.task, each.name, known)
         for each in chain(*started)
-        if each in times and each.task in by_hand
+        if each in times and ("hand-written", each.task) in known
     ]
 
 
@@ -502,31 +501,41 @@ def can_run(contender: Contender) -> bool:
     return True
 
 
-def summarize(
-    task: Task, name: str, own: list[list[float]], by_hand: list[list[float]], outside: list[list[float]] | None
-) -> dict[str, object]:
+def summarize(task: Task, name: str, known: dict[tuple[str, Task], list[list[float]]]) -> dict[str, object]:
+    own, by_hand = known[name, task], known["hand-written", task]
+    outside = known.get(("hand-written", replace(task, loss="outside")))
+    plain = known.get(("samestep", task)) if name == "masked" else None
     pairs = list(zip(own, by_hand, strict=True))
     return {
         **asdict(task),
         "contender": name,
         "ms": 1e3 * statistics.median(turn[0] for turn in own),
-        "ratio": statistics.median(turn[0] / hand[0] for turn, hand in pairs),
+        "ratio": ratio(own, by_hand),
         "best_ratio": min(turn[0] for turn in own) / min(hand[0] for hand in by_hand),
         "added_us": 1e6 * statistics.median(turn[0] - hand[0] for turn, hand in pairs),
         "cpu_ratio": statistics.median(turn[1] / hand[1] for turn, hand in pairs),
         "added_cpu_us": 1e6 * statistics.median(turn[1] - hand[1] for turn, hand in pairs),
         "gib": max(turn[2] for turn in own) / 2**30,
-        "to_outside": statistics.median(a[0] / b[0] for a, b in zip(own, outside, strict=True)) if outside else None,
+        "to_outside": ratio(own, outside) if outside and task.loss != "outside" else None,
+        "to_plain": ratio(own, plain) if plain else None,
         "rounds": len(own),
         "turns_ms": [1e3 * turn[0] for turn in own],
     }
+
+
+def ratio(own: list[list[float]], other: list[list[float]]) -> float:
+    return statistics.median(mine[0] / its[0] for mine, its in zip(own, other, strict=True))
 
 
 def line(row) -> str:
     layout = f"{row['strategy']} x {row['micro_batches']}" if row["world"] > 1 else "one rank"
     layout += "" if row["loss"] == "outside" else f", {row['loss']}"
     memory = f"   {row['gib']:6.2f} GiB" if row["gib"] else ""
-    memory += "" if row["to_outside"] in (None, row["ratio"]) else f"   x {row['to_outside']:.4f} of outside"
+    memory += "".join(
+        f"   x {row[name]:.4f} of {of}"
+        for name, of in (("to_outside", "outside"), ("to_plain", "the plain mean"))
+        if row[name] is not None
+    )
     return (
         f"{row['name']:12} {layout:17} {row['contender']:13} {row['ms']:9.3f} ms/step"
         f"   x {row['ratio']:.4f} {row['added_us']:+8.0f} us   best x {row['best_ratio']:.4f}"
@@ -542,27 +551,29 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--nproc", type=int, help="ranks per contender; with --device cuda they share one GPU")
     parser.add_argument("--compile", action="store_true", help="compile the model")
-    parser.add_argument("--loss", nargs="+", choices=["outside", "forward", "chunked"], default=["outside"])
+    parser.add_argument("--loss", nargs="+", choices=LOSSES, default=["outside"])
     parser.add_argument("--strategy", nargs="+", choices=["ddp", "fsdp", "zero2"], default=["ddp"])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1], help="per rank and step")
     parser.add_argument("--masked", action="store_true", help="also samestep with a masked mean")
     parser.add_argument("--newcomer", action="store_true", help="also a plain loop in fp32, on one rank")
     parser.add_argument("--profile", type=Path, help="write what each contender calls to a file in this folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write one JSON object per line to this file")
     args = parser.parse_args()
     args.task = args.task or (["mlp", "transformer"] if args.device == "cpu" else ["gpt2"])
     if "mlp" in args.task and "chunked" in args.loss:
         parser.error("--loss chunked needs a language model: --task transformer or gpt2")
     groups = [(task, contenders(args, task)) for task in tasks(args)]
-    for row in compare(groups, args.rounds, args.profile):
-        print(json.dumps(row) if args.json else line(row), flush=True)
+    rows = compare(groups, args.rounds, args.profile)
+    print("\n".join(map(line, rows)))
+    if args.json:
+        args.json.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def contenders(args: argparse.Namespace, task: Task) -> list[str]:
     plain = task.strategy == "ddp" and task.micro_batches == 1  # what the peers are written for
     chosen = args.contender or ["samestep", *(PEERS if plain else ())]
-    names = ["hand-written", *chosen, *["masked"] * args.masked, *["newcomer"] * args.newcomer]
-    return list(dict.fromkeys(names))
+    newcomer = args.newcomer and task.loss == "outside"
+    return list(dict.fromkeys(["hand-written", *chosen, *["masked"] * args.masked, *["newcomer"] * newcomer]))
 
 
 if __name__ == "__main__":

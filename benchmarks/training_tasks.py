@@ -4,7 +4,16 @@ torch is imported in the ranks, since they set variables before.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+
+LOSSES = {
+    "outside": "outside of the model, from the logits that it returns",
+    "fp32": "the same from an fp32 copy of the logits",
+    "compiled": "outside of the model, compiled by itself",
+    "forward": "in the forward of the model",
+    "chunked": "the same, by linear_cross_entropy",
+}
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class Task:
     world: int
     strategy: str  # "ddp", "fsdp" or "zero2"; one rank uses none
     micro_batches: int  # per rank and step
-    loss: str  # "outside" of the model, in its "forward", or "chunked": linear_cross_entropy in its forward
+    loss: str  # one of LOSSES
 
 
 def build(task: Task):
@@ -39,7 +48,7 @@ def build(task: Task):
         shape = {"transformer": (1024, 256, 6, 8, 64), "gpt2": (50304, 768, 12, 12, 1024)}[task.name]
         tokens = torch.randint(0, shape[0], (n, shape[4] + 1))
         model, data = language_model(*shape), Rows(tokens[:, :-1], tokens[:, 1:])
-    return (model if task.loss == "outside" else with_losses(task, model)), data
+    return (with_losses(task, model) if task.loss in ("forward", "chunked") else model), data
 
 
 class Rows:
@@ -123,9 +132,19 @@ def with_losses(task: Task, model):
 
 def losses(task: Task, model, inputs, targets, reduction: str):
     """The mean loss of a batch, or ("none") the losses of its samples or tokens."""
-    if task.loss == "outside":
-        return plain_losses(task, model(inputs), targets, reduction)
-    return model(inputs, targets, reduction)
+    if task.loss in ("forward", "chunked"):
+        return model(inputs, targets, reduction)
+    outputs = model(inputs)
+    if task.loss == "compiled":
+        return compiled_losses()(task, outputs, targets, reduction)
+    return plain_losses(task, outputs.float() if task.loss == "fp32" else outputs, targets, reduction)
+
+
+@cache
+def compiled_losses():
+    import torch
+
+    return torch.compile(plain_losses)
 
 
 def plain_losses(task: Task, outputs, targets, reduction: str):

@@ -21,7 +21,7 @@ FOLDERS = {
     "recipes": "Short training scripts that use public names only.",
     "docs": "Getting started, how-to guides, concepts, reference.",
     "benchmarks": "Scripts behind the published performance numbers.",
-    "tools": "The demo, this tree, plots, the wording check.",
+    "tools": "The demo, this tree, plots, the wording check, tests and benchmarks on a GPU.",
     "tests": "Tests: unit, ranks, launch, elastic, slurm, recipes, scripts, lightning, faults, e2e, gpu.",
 }
 

@@ -86,6 +86,9 @@ SAMESTEP = [
     Case("samestep_run", "exit_3", **EXIT_CODE),
     Case("samestep_run", "worker_killed", None, says=KILLED),
 ]
+MORE_SAMESTEP = [
+    Case("samestep_run", "dtypes", **REFUSES),
+]
 LIGHTNING = [
     Case("lightning_trainer", "sleep", "elsewhere"),
     Case("lightning_trainer", "worker_hang", "data_worker"),
@@ -99,6 +102,7 @@ MORE_LIGHTNING = [
     Case("lightning_trainer", "debugger", "debugger", needs_input=True),
     Case("lightning_trainer", "worker_killed", None, says=KILLED),
     Case("lightning_trainer", "shapes", **REFUSES),
+    Case("lightning_trainer", "dtypes", **REFUSES),
     Case("lightning_trainer", "exit_0", "ended", at="", says=ENDED_0),
 ]
 ACCELERATE = [
@@ -113,6 +117,7 @@ MORE_ACCELERATE = [
     Case("accelerate_loop", "debugger", "debugger", needs_input=True),
     Case("accelerate_loop", "stop", **STOPPED),
     Case("accelerate_loop", "shapes", **REFUSES),
+    Case("accelerate_loop", "dtypes", **REFUSES),
     Case("accelerate_loop", "exit_0", "ended", at="", says=ENDED_0),
     Case("accelerate_loop", "worker_killed", None, says=KILLED),
 ]
@@ -159,7 +164,9 @@ def test_the_launcher_names_the_rank_the_line_and_the_reason(launches: dict[str,
 
 @pytest.mark.slow
 @IF_ALL
-@pytest.mark.parametrize("cases", [MORE_PLAIN, MORE_LIGHTNING, MORE_ACCELERATE], ids=lambda each: each[0].script)
+@pytest.mark.parametrize(
+    "cases", [MORE_PLAIN, MORE_SAMESTEP, MORE_LIGHTNING, MORE_ACCELERATE], ids=lambda each: each[0].script
+)
 def test_the_rest_of_the_table(tmp_path: Path, cases: list[Case]):
     check(cases, tmp_path)
 

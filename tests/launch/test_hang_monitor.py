@@ -615,6 +615,47 @@ def test_the_launcher_answers_a_user(watch, tmp_path):
     assert watched.said == []
 
 
+def test_a_user_is_answered_with_the_ranks_of_all_nodes(watch, tmp_path, monkeypatch):
+    monkeypatch.setattr(hang_monitor, "_EXCHANGE_SECONDS", GENEROUS)
+    watched = watch(nodes=2)
+    wait_for(lambda: HangFolder(tmp_path).launcher() is not None, GENEROUS)
+    other = Answers(watched.store)
+    try:
+        held_up = HangFolder(tmp_path).ask(GENEROUS, lambda: True)
+    finally:
+        other.stop()
+    ranks = {(each["rank"], each["node"]) for each in held_up["report"]["ranks"]}
+    assert ranks == {(0, "gpu-07"), (1, "gpu-07"), (2, "gpu-08"), (3, "gpu-08")}
+    assert (
+        "rank 3 (node gpu-08, pid 4003): sleeps, 0 pending collectives, at /lab/train.py:12 in main" in held_up["text"]
+    )
+
+
+class Answers:
+    """The launcher of a second node, whose ranks 2 and 3 wait for no other rank."""
+
+    def __init__(self, store):
+        self._nodes, self._stopped = NodeStore(store, "samestep/hang/0", 1, 2), threading.Event()
+        self._nodes.introduce(NodeInfo("gpu-08", [2, 3]))
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while not self._stopped.wait(0.01):
+            for request in self._nodes.new_requests():
+                stacks = {"main": [Frame("/lab/train.py", 12, "main")]}
+                found = [
+                    RankEvidence(rank, "gpu-08", ProcessInfo(4000 + rank, "sleeping", stacks=stacks), collectives=[])
+                    for rank in (2, 3)
+                ]
+                self._nodes.answer(request.number, [each.to_json() for each in found])
+
+    def stop(self):
+        self._stopped.set()
+        self._thread.join()
+        self._nodes.close()
+
+
 def test_collectives_that_cannot_be_read_at_two_looks_are_reported_once(watch):
     watched = watch()
     watched.tick()

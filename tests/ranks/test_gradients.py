@@ -376,6 +376,16 @@ def test_a_scalar_loss_or_a_wrong_number_of_losses_raises(step_of_four):
             step.mean(torch.ones(2), torch.ones(2, 1, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(2, dtype=torch.bool)])
+def test_losses_in_half_precision_whose_sum_is_too_large_for_it_have_a_mean(step_of_four, mask):
+    model, step = step_of_four
+    for x in step:
+        large = torch.full((2,), 6e4, dtype=torch.float16)
+        assert step.mean(large + 0 * model(x)[:, 0].half(), mask).item() == 3e4  # of four samples, two are here
+        assert step.sum(large, mask).item() == large.double().sum()
+        break
+
+
 def test_step_mean_outside_of_a_micro_batch_raises(step_of_four):
     _, step = step_of_four
     with pytest.raises(StepError, match="step 0 has no current micro-batch: call this inside `for batch in step:`"):

@@ -1,5 +1,8 @@
 """Precision on several ranks: one choice for all, overflow on all, sharded weights, activation checkpointing."""
 
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +12,7 @@ from torch.utils.data import TensorDataset
 from samestep import Run
 from samestep.environment.hardware import probe_bf16
 from samestep.nn import ConditioningDropout
+from samestep.parallel import wrap
 
 CLASSES = 3
 
@@ -193,12 +197,12 @@ def train_with_checkpointing(strategy):
     return train(strategy=strategy, activation_checkpointing=(Block, ConditioningDropout))
 
 
-def train_compiled():
+def train_compiled(strategy=None):
     import warnings
 
     warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch warns when it first compiles
     with torch.compiler.set_stance("force_eager"):
-        return train(compile=True)
+        return train(strategy=strategy, compile=True)
 
 
 @pytest.mark.slow
@@ -207,3 +211,24 @@ def test_a_compiled_model_with_frozen_parts_trains_the_same_on_several_ranks(ran
     for result in ranks(2, train_compiled):
         assert not any("_orig_mod" in name for name in result["weights"])
         assert largest_difference(result["weights"], plain["weights"]) == 0
+
+
+def outputs_reported(strategy, compiled):
+    """What a run prints about large outputs, if those of three rows count as large."""
+    before, wrap._LARGE_OUTPUT = wrap._LARGE_OUTPUT, 3 * CLASSES * 4
+    printed = io.StringIO()
+    try:
+        with redirect_stderr(printed), redirect_stdout(printed):
+            train_compiled(strategy) if compiled else train(strategy=strategy)
+    finally:
+        wrap._LARGE_OUTPUT = before
+    return [line for line in printed.getvalue().splitlines() if "the compiled model returns a tensor of shape" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_whose_compiled_model_returns_large_logits_says_once_what_to_do(ranks, strategy):
+    first, second = ranks(2, outputs_reported, strategy, True)
+    assert (len(first), len(second)) == (1, 0), first  # on rank 0
+    assert "compute the loss in forward: samestep.nn.linear_cross_entropy for a language model" in first[0]
+    assert ranks(2, outputs_reported, strategy, False) == [[], []]

@@ -1,5 +1,7 @@
 """Emulated CUDA on the CPU: autocast, dropout, workspace of kernels; and the memory timeline of a step."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy, layer_norm, linear, scaled_dot_product_attention, softmax
 
+from samestep.nn import linear_cross_entropy
 from samestep.planner.cuda_emulation import emulate_cuda
 from samestep.planner.model_profile import MemoryPoint, PeakMemory
 from samestep.planner.step_recorder import MemorySample, MemoryTracker, cuda_workspace, fit_peak_memory
@@ -166,6 +169,38 @@ def test_the_workspace_of_convolutions_matches_measurements_on_a_gpu(dtype, chan
         found = cuda_workspace("aten.convolution_backward", [image, image, weight], gradients)
         assert found / size == pytest.approx(backward, abs=0.01)
     assert cuda_workspace("aten.mm", [image, weight], [image]) == 0
+
+
+class ChunkedLosses(nn.Module):
+    """A language model whose head computes its losses in chunks of 8 tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(16, 16, bias=False), nn.Linear(16, 48, bias=False)
+
+    def forward(self, hidden, labels):
+        return linear_cross_entropy(self.layer(hidden), self.head.weight, labels, chunk=8).mean(1)
+
+
+def products_of_chunked_losses(precision, target):
+    def build():
+        return ChunkedLosses(), (torch.randn(4, 8, 16), torch.zeros(4, 8, dtype=torch.long)), lambda m, b: m(*b)
+
+    profile = trace_model(build, precision=precision, target=target)
+    flops = Counter()
+    for op in profile.ops:
+        flops[op.dtype] += op.flops / profile.traced_samples
+    return {dtype: count for dtype, count in flops.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("precision", "target", "dtype"),
+    [("bf16", "cuda", "bfloat16"), ("fp32", "cuda", "float32"), ("fp32", "cpu", "float32")],
+)
+def test_the_products_of_a_chunked_loss_have_the_dtype_of_their_factors_on_a_gpu(precision, target, dtype):
+    layer, head = 2 * 8 * 16 * 16, 2 * 8 * 16 * 48
+    # the layer needs no gradient of its input; the head computes its logits twice
+    assert products_of_chunked_losses(precision, target) == {dtype: 2 * layer + 4 * head}
 
 
 def test_group_norm_saves_contiguous_images_on_cuda():

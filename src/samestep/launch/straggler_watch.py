@@ -87,8 +87,9 @@ class Looks:
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> "Looks":
         """The reverse of to_json."""
-        node, pid, count, waits, different, lines = value
-        return cls(node, pid, count, waits, different, Counter({(*where, line): n for *where, line, n in lines}))
+        node, pid, count, waits, different_waits, lines = value
+        looks_at = Counter({(activity, file, line): looks for activity, file, line, looks in lines})
+        return cls(node, pid, count, waits, different_waits, looks_at)
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,10 @@ class StragglerWatch:
     def _read_all(self) -> dict[int, Looks]:
         """Of the ranks of all nodes that have reported something."""
         found = dict(self._looks)
-        for node in range(1, self._nodes.nodes) if self._nodes is not None else ():
-            if self._nodes is not None and (text := self._nodes.get(f"looks/{node}")):
+        if self._nodes is None:
+            return found
+        for node in range(1, self._nodes.nodes):
+            if text := self._nodes.get(f"looks/{node}"):
                 found |= {int(rank): Looks.from_json(value) for rank, value in json.loads(text).items()}
         return found
 
@@ -214,9 +217,10 @@ def format_straggler(found: Straggler, format_line: Callable[[Frame], str] = for
     """Which rank makes the others wait, for how much of the time, what it does, and what to do."""
     rank, looks = f"rank {found.rank}", found.looks
     others = format_ranks([1 - found.rank]) if found.ranks == 2 else "the others"
-    lines = Counter({line: count for line, count in looks.lines.items() if line[0] == found.activity})
+    lines = [(count, file, line) for (activity, file, line), count in looks.lines.items() if activity == found.activity]
     where = ""
-    for (_, file, line), count in lines.most_common(1):
+    if lines:
+        count, file, line = max(lines)
         where = f": for {count / looks.count:.0%} of the time it is at {format_line(Frame(file, line, ''))}"
     return (
         f"samestep: {found.headline}.\n"

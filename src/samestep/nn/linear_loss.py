@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from samestep.errors import SamestepError, StepError
-from samestep.torch_private import has_no_memory, is_dtensor
+from samestep.torch_private import has_kernel, has_no_memory, is_dtensor
 
 _LOGITS_BYTES: Final = 256 * 2**20  # of a default chunk, in the dtype of the softmax
 _TILE: Final = 128  # tokens; kernels of GPUs multiply tiles of this size
@@ -191,14 +191,14 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """In fp32 or fp64, also if the factors are in half precision: only GPUs multiply those."""
+    """In fp32 or fp64, also if the factors are in half precision."""
     return torch.mm(left, right, out_dtype=torch.float32) if left.dtype in _HALF else torch.mm(left, right)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif _adds_in_fp32(left.device, left.dtype):
+    elif not has_no_memory(left) and _adds_in_fp32(left.device, left.dtype):  # a trace cannot know it
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.add_(_product(left, right))
@@ -224,9 +224,14 @@ def _classes(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to the dtype of products; on other devices than CUDA, which lack products into fp32, then in fp32."""
+    """Rounded to the dtype of products; on a device without products into fp32, then in fp32."""
     rounded = tensor.to(dtype)
-    return rounded if tensor.is_cuda else rounded.to(_wide(dtype))
+    return rounded if _multiplies_into_fp32(tensor.device) else rounded.to(_wide(dtype))
+
+
+def _multiplies_into_fp32(device: torch.device) -> bool:
+    """Whether half precision has products into fp32: on CUDA, and on the CPU while a trace emulates CUDA there."""
+    return device.type == "cuda" or has_kernel("mm.dtype", device.type.upper())
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

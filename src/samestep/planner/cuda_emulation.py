@@ -1,7 +1,7 @@
 """Emulate CUDA on the CPU during a trace: which tensors autocast casts, and what kernels save for the backward pass.
 
 A model is traced with CPU tensors that have no memory, because torch without CUDA cannot compute with CUDA tensors.
-Six things differ on a GPU and are emulated:
+Seven things differ on a GPU and are emulated:
 
 - autocast on CUDA computes more operators in fp32 (layer norm, softmax, powers, sums), and log_softmax converts logits
   inside its kernel, while the CPU makes a copy first;
@@ -10,7 +10,8 @@ Six things differ on a GPU and are emulated:
 - attention with dropout computes the attention weights, whose dropout is keyed by sample; without dropout it is one
   kernel on CUDA;
 - recurrent layers are one call of cuDNN with a reserve space (cudnn_rnn.py);
-- a grouped matrix product, as in mixtures of experts, works in every dtype, while torch computes shapes for bf16 only.
+- a grouped matrix product, as in mixtures of experts, works in every dtype, while torch computes shapes for bf16 only;
+- a matrix product of bf16 or fp16 factors can have an fp32 result.
 """
 
 from collections.abc import Callable, Generator
@@ -62,6 +63,8 @@ def emulate_cuda() -> Generator[None]:
         kernels.put("group_norm", _group_norm, "AutogradCPU")
         kernels.put("scaled_dot_product_attention", _attention, "AutogradCPU")
         kernels.put("_grouped_mm", _grouped_mm_shape, "Meta")
+        if has_kernel("mm.dtype", "Meta"):  # linear_cross_entropy looks whether the device has it
+            kernels.put("mm.dtype", _mm_into_dtype, "CPU")
         put_recurrent_kernels(kernels, _dropout)
         yield
     finally:
@@ -165,6 +168,10 @@ def _attention(
         return attend(query, key, value, attn_mask, 0.0, is_causal, None, scale=scale)[0]
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return attend(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _mm_into_dtype(first: torch.Tensor, second: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.mm(first.to(dtype), second.to(dtype))
 
 
 def _grouped_mm_shape(

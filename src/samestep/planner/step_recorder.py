@@ -26,6 +26,7 @@ pass has its own thread. Older GPUs need 8 MiB each."""
 _MIB = 2**20
 _SHARDS = (1, 2, 3, 4, 8, 16, 64, 1024)  # numbers of gradient shards for which the peak must be exact
 _HALF = (torch.bfloat16, torch.float16)
+_INTO_DTYPE = "dtype"  # the overload of a product whose result has another dtype than its factors
 _FP32_BACKWARD = 2.3  # of input and output: cuDNN's choice for 3x3 kernels without TF32
 _FP32_BACKWARD_CHANNELS_LAST = 3.3
 
@@ -74,7 +75,8 @@ class OpCounter:
         name = str(func.overloadpacket)
         flops = _flops(func, name, args, kwargs, result)
         tensors += outputs
-        dtype = next((t.dtype for t in reversed(tensors) if t.is_floating_point()), None)
+        factors = tensor_leaves(args) if func._overloadname == _INTO_DTYPE else tensors  # pyright: ignore[reportPrivateUsage]
+        dtype = next((t.dtype for t in reversed(factors) if t.is_floating_point()), None)
         moved = sum(map(_bytes_moved, tensors))
         totals = [self._totals.setdefault((name, "" if dtype is None else str(dtype).removeprefix("torch.")), OpCost())]
         if self._record_calls:
@@ -120,7 +122,8 @@ def _flops(
         first, second = tensor_leaves(args)[:2]
         groups = first.shape[0] if first.dim() == 3 and second.dim() == 2 else 1  # groups of columns of the result
         return 2.0 * first.numel() * second.shape[-1] / groups
-    count = flop_registry.get(func.overloadpacket)
+    functional = getattr(torch.ops.aten, name.removeprefix("aten.").removesuffix("_"), None)  # for addmm_ addmm
+    count = flop_registry.get(func.overloadpacket) or flop_registry.get(functional)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 

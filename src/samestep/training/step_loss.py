@@ -123,7 +123,7 @@ class StepLoss:
         """See `Step.sum`."""
         self._check(micro_batch, losses, mask, lengths)
         weighted, _ = self._weigh(micro_batch, losses, mask, lengths)
-        return self._add(weighted.sum() * self._context.world.size)
+        return self._add(_total(weighted) * self._context.world.size)
 
     def log(
         self,
@@ -169,8 +169,7 @@ class StepLoss:
     ) -> None:
         context, rows = self._context, len(micro_batch.indices)
         _check_losses(losses, mask, lengths, rows)
-        first = not context.progress.steps_of_process  # the search would take time in every step
-        if first:
+        if not context.progress.steps_of_process:  # the search would take time in every step
             check_gathered_labels(losses, rows, self._position.first_row)
             if warning := coupling_warning(losses, rows, context.world.size, self._position.micro_batches):
                 context.warn_once(warning)
@@ -226,12 +225,11 @@ class StepLoss:
         size, rows, samples = self._context.world.size, losses.shape[0], self._position.samples
         if not micro_batch.full:
             weighted, _ = self._weigh(micro_batch, losses, None, None)
-            return weighted.sum() * (size * rows / (samples * losses.numel()))
+            return _total(weighted) * (size * rows / (samples * losses.numel()))
         self.losses.append((losses.detach(), micro_batch.indices))
-        losses = losses.float() if losses.dtype in _HALF else losses
         if rows * size == samples:
-            return losses.mean()
-        return losses.sum() * (size * rows / (samples * losses.numel()))
+            return losses.mean(dtype=_dtype_of_sums(losses))
+        return _total(losses) * (size * rows / (samples * losses.numel()))
 
     def _weigh(
         self, micro_batch: MicroBatch, losses: torch.Tensor, mask: torch.Tensor | None, lengths: torch.Tensor | None
@@ -282,8 +280,13 @@ def _weighted(
     return torch.where(weights != 0, losses * weights, torch.zeros_like(losses)), weights
 
 
-def _total(weighted: torch.Tensor) -> torch.Tensor:
-    return weighted.sum(dtype=torch.float32 if weighted.dtype in _HALF else None)
+def _total(losses: torch.Tensor) -> torch.Tensor:
+    return losses.sum(dtype=_dtype_of_sums(losses))
+
+
+def _dtype_of_sums(losses: torch.Tensor) -> torch.dtype:
+    """A sum of losses in fp16 may overflow, and one in bf16 has three digits."""
+    return torch.float32 if losses.dtype in _HALF else losses.dtype
 
 
 def _wide_sum(weights: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,14 @@ from datetime import timedelta
 
 import torch
 from faults import BATCH, DEVICE, TIMEOUT, Rows, disturb, meet, num_workers, rank, share_gpu
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+except ImportError:  # it is published under two names
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.strategies import DDPStrategy
 
 fault = sys.argv[1]
 
