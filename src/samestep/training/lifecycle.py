@@ -50,6 +50,7 @@ from samestep.training.mistakes import add_hint
 from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.run_description import (
     CodeVersion,
+    describe_configuration,
     describe_end,
     describe_start,
     device_name,
@@ -171,7 +172,13 @@ class Lifecycle:
         config, device = self.config, self.device
         if self.world.is_main:
             console = open_console(sys.stdout)
-            self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
+            self._loggers = Loggers(
+                console,
+                lambda: self.context.folder,
+                self._warnings.warn_once,
+                config.loggers,
+                lambda: describe_configuration(self.context),
+            )
         self._log_capture.enter_context(info_to(self.print))
         self._log_capture.enter_context(show_once(self.comm, self.print, self._record_warning))
         support = detect_support(device, config.precision, config.compile, self._precision_variable)

@@ -1,6 +1,7 @@
 """What a run is: its command, its code version, its ranks and its configuration, as events for reports of the run."""
 
 import functools
+import json
 import os
 import platform
 import socket
@@ -11,16 +12,24 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from samestep import __version__
-from samestep.context import RunContext
+from samestep.context import RunContext, read_hyperparameters
 from samestep.environment.hardware import cpu_name
 from samestep.environment.processes import LAUNCHER, seconds_from_boot
 from samestep.environment.world import LAUNCHER_LINK, oom_retries, read_environ, run_folder
+from samestep.launch.configuration import (
+    config_values,
+    describe_command,
+    hide_secret_values,
+    read_launch,
+    recorded_variables,
+)
 from samestep.loggers.event_log import end_of_text
 from samestep.messages import hide_secrets
 from samestep.parallel.wrapped_model import WrappedModel
@@ -56,6 +65,21 @@ def describe_start(context: RunContext, hosts: Sequence[str], devices: Sequence[
         "ledger": config.ledger,
         "choices": context.acceleration.choices(),
     }
+
+
+def describe_configuration(context: RunContext) -> dict[str, Any]:
+    """The content of config.json: how the run was started, its options and its hyperparameters, as JSON types."""
+    environ, config = read_environ(), context.config
+    launch = read_launch(run_folder()) if LAUNCHER in environ else {}
+    given = {**config_values(environ), **hide_secret_values(read_hyperparameters(config.config))}
+    started = {"command": hide_secrets(sys.argv), "folder": str(Path.cwd()), **describe_command()}
+    started |= {"launcher": None, "config_file": None, "rerun_of": None, "environment": recorded_variables(environ)}
+    run = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in ("loggers", "config")}
+    run["loggers"] = None if config.loggers is None else [type(each).__name__ for each in config.loggers]
+    own = {"ranks": context.world.size, "nodes": context.world.nodes, "config": given, "run": run}
+    versions = {"samestep": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found = {**started, **launch, **own, "versions": versions}
+    return json.loads(json.dumps(found, default=str))
 
 
 def device_name(device: torch.device) -> str:
