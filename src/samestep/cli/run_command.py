@@ -28,6 +28,7 @@ from samestep.launch.configuration import (
     merge_arguments,
     read_options_file,
     recorded_variables,
+    without_given,
     write_launch,
 )
 from samestep.launch.job import (
@@ -176,10 +177,10 @@ def _read_config(
     if isinstance(config, Path):
         file = read_options_file(config)
         repeat_lists = not module and bool(_CLICK_IMPORT.search(Path(target).read_bytes()))
-        explicit, arguments = arguments, merge_arguments(file.options, arguments, repeat_lists)
-        known = KnownConfig(hide_secret_values(file.values()), str(config))
-        added = [word for word in arguments if word not in explicit]
+        added = merge_arguments(without_given(file.options, arguments), [], repeat_lists)
         _echo(f"samestep: {config} adds {shlex.join(hide_secrets(added)) or 'nothing'}")
+        arguments = merge_arguments(file.options, arguments, repeat_lists)
+        known = KnownConfig(hide_secret_values(file.values()), str(config))
     export(config_variable(known.values))
     return target, tuple(arguments), known
 

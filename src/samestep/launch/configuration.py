@@ -212,10 +212,9 @@ def merge_arguments(options: Mapping[str, FileOption], explicit: Sequence[str], 
     >>> merge_arguments(options, ["--lr", "0.2"], repeat_lists=False)
     ['--fast', '--lr', '0.2']
     """
-    given = given_names(explicit)
     single, lists = list[str](), list[str]()
-    for name, option in options.items():
-        if name.replace("_", "-") in given or option.value is None:
+    for name, option in without_given(options, explicit).items():
+        if option.value is None:
             continue
         if isinstance(option.value, bool):
             single.append(f"--{name}" if option.value else f"--no-{name}")
@@ -227,6 +226,12 @@ def merge_arguments(options: Mapping[str, FileOption], explicit: Sequence[str], 
             lists += [f"--{name}", *option.text]
     # A list takes all words that follow, such as a positional argument of the script.
     return [*single, *lists, *explicit] if "--" in explicit else [*single, *explicit, *lists]
+
+
+def without_given(options: Mapping[str, FileOption], explicit: Sequence[str]) -> dict[str, FileOption]:
+    """The options of a file that are not given explicitly."""
+    given = given_names(explicit)
+    return {name: option for name, option in options.items() if name.replace("_", "-") not in given}
 
 
 def given_names(arguments: Sequence[str]) -> set[str]:

@@ -1,6 +1,7 @@
 """What a run is: its command, its code version, its ranks and its configuration, as events for reports of the run."""
 
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -126,17 +127,24 @@ def read_code_version(folder: Path) -> Mapping[str, object] | None:
         return None
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
-    return {"commit": commit, "branch": branch, "is_changed": None if changed is None else bool(changed)}
+    text = _git(folder, "diff", "HEAD") if changed else ""
+    digest = None if text is None or changed is None else hashlib.sha256(text.encode()).hexdigest() if text else ""
+    return {
+        "commit": commit,
+        "branch": branch,
+        "is_changed": None if changed is None else bool(changed),
+        "changes": digest,
+    }
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """What git prints; None if it is not installed, fails, or takes too long."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.decode(errors="backslashreplace").strip() if done.returncode == 0 else None
 
 
 def describe_model(wrapped: WrappedModel) -> dict[str, Any]:
