@@ -282,6 +282,8 @@ def _unknown_option(error: click.NoSuchOption, ctx: click.Context) -> str:
     hint = f"; did you mean {near[0]}?" if near else ""
     # For `submit` and `plan`: options of the user's script or function come after `--`.
     names = [parameter.name for parameter in ctx.command.params] if ctx.allow_interspersed_args else []
-    own = [what for what, name in (("script", "script"), ("function", "arguments"), ("script", "added")) if name in names]
+    own = [
+        what for what, name in (("script", "script"), ("function", "arguments"), ("script", "added")) if name in names
+    ]
     dashes = "".join(f"; put options of the {what} after `--`" for what in own)
     return f"unknown option {error.option_name}: use one of {', '.join(known)}{dashes}{hint}"

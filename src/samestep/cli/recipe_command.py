@@ -172,7 +172,8 @@ def _file_arguments(path: Path, file: OptionsFile, explicit: Sequence[str]) -> l
             if not hasattr(error, "format_message"):
                 raise
             if type(error).__name__ != "MissingParameter":  # the other options come later
-                raise file.error(option.line, f"{name}: {getattr(error, 'message', error)}") from error
+                problem = getattr(error, "message", error)
+                raise file.error(option.line, f"{name} is {option.value}, which is not valid: {problem}") from error
         found += words if dashed in without_given({dashed: option}, explicit) else []
     return found
 

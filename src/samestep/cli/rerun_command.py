@@ -38,7 +38,7 @@ _REQUIRED: Final = {"script": str, "module": bool, "arguments": list, "folder": 
               help="Number of ranks; default: that of the run.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="The new folder; default runs/SCRIPT-DATE-TIME.")
 @click.option("--resume", is_flag=True,
-              help="Do not start from the beginning: continue the run in its own folders, from its last checkpoint.")  # fmt: skip
+              help="Continue the run in its own folders, from its last checkpoint.")  # fmt: skip
 @click.argument("run_folder", metavar="RUN_DIR", type=click.Path(path_type=Path))
 @click.argument("added", nargs=-1, type=click.UNPROCESSED, metavar="[-- ARGUMENTS]...")
 @click.pass_context
@@ -52,9 +52,9 @@ def command(
 ) -> int:
     """Repeat the run of RUN_DIR, as its config.json describes it; the exit code is that of `samestep run`.
 
-    The new run has its own folder, and starts from the beginning: its logs and checkpoints go into the new folder, also
-    if the script names other ones. It is started in the same working folder. If the code or a version has changed since,
-    a message says so.
+    The new run has its own folder, and starts from the beginning: its logs and checkpoints go into the new folder, even
+    if the script names other ones. It is started in the same working folder. A message says what has changed since:
+    the code, versions, environment variables.
     """
     if resume and folder is not None:
         raise LaunchError("--resume continues in the run's own folder: leave --folder out, or leave --resume out")
@@ -101,10 +101,7 @@ def command(
 def _read(folder: Path) -> dict[str, Any]:
     known = read_launch(folder)
     if not known:
-        raise LaunchError(
-            f"{folder} has no readable {CONFIG_FILE}: pass the folder of a run, or of its launcher, that this version of "
-            "samestep has started"
-        )
+        raise LaunchError(f"{folder} has no readable {CONFIG_FILE}: pass the folder of a run, or of its launcher")
     wrong = [name for name, kind in _REQUIRED.items() if not isinstance(known.get(name), kind)]
     if wrong:
         raise LaunchError(f"{folder / CONFIG_FILE} lacks {', '.join(wrong)}: it was changed, or is of another version")

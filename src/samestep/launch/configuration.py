@@ -96,7 +96,9 @@ def read_options_file(path: Path) -> OptionsFile:
 
 def _check_option(file: OptionsFile, name: object, value: object, line: int) -> FileOption:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise file.error(line, f"{name!r} is not the name of an option: write it without dashes in front, as in lr: 0.1")
+        raise file.error(
+            line, f"{name!r} is not the name of an option: write it without dashes in front, as in lr: 0.1"
+        )
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict | list) for each in value)):
         raise file.error(
             line, f"{name} has nested values, and an option has one value or a list: write one line per option"
@@ -146,7 +148,9 @@ def _read_yaml(file: OptionsFile, text: str) -> Entries:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        raise file.error(mark.line + 1 if mark else 1, f"not valid YAML ({problem or 'a control character'})") from error
+        raise file.error(
+            mark.line + 1 if mark else 1, f"not valid YAML ({problem or 'a control character'})"
+        ) from error
     if root is None:
         return []
     if not isinstance(root, yaml.MappingNode):

@@ -191,4 +191,3 @@ class LoggerThread:
                 self._messages.append(f"{self._name}.{method} failed, {consequence}: {cause}")
             return False
         return True
-

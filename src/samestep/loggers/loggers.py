@@ -25,6 +25,7 @@ from samestep.loggers.trackers import TensorBoardLogger
 CONFIG_FILE = "config.json"
 TEXT_FILE = "log.txt"
 SUMMARY_FILE = "summary.json"
+_ABOUT_RUN = ("ranks", "nodes", "command", "versions")  # what trackers show besides the options of Run
 _SHOWN_PER_SYNC = 10  # metrics arrive about once per second, and a screen or a curve needs no more points
 
 
@@ -156,10 +157,9 @@ class Loggers:
             self._text.print(text)
         self._jsonl = JsonlLogger(self._folder / METRICS_FILE, warn=self._warn, report=self.print)
         self._all += [self._text, self._jsonl]
-        config = {**self._described.get("config", {}), "samestep": self._described.get("run", {})}
-        self._all += [
-            LoggerThread(each, self._folder, config, resumed, self._warn, self.print) for each in self._given
-        ]
+        about = {name: self._described[name] for name in _ABOUT_RUN if name in self._described}
+        config = {**self._described.get("config", {}), "samestep": {**self._described.get("run", {}), **about}}
+        self._all += [LoggerThread(each, self._folder, config, resumed, self._warn, self.print) for each in self._given]
 
     def _open_events(self, folder: Path) -> None:
         """Write the events from now on, and how the run was started."""
