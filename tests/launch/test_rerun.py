@@ -199,8 +199,12 @@ def in_folder(tmp_path, monkeypatch):
             [],
             "{folder}/config.json lacks script, ranks: it was changed, or is of another version",
         ),
-        ({}, ["--lr", "1"], "unknown option --lr: use one of --folder, --help, --nproc-per-node, --resume; put options of "
-                            "the script after `--`"),
+        (
+            {},
+            ["--lr", "1"],
+            "unknown option --lr: use one of --folder, --help, --nproc-per-node, --resume; put options of the script "
+            "after `--`",
+        ),
     ],
 )  # fmt: skip
 def test_a_rerun_that_is_not_possible_says_why(in_folder, capsys, changes, options, message):

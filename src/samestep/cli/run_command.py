@@ -128,11 +128,9 @@ def command(
         raise LaunchError(
             "--on-hang restart needs restarts, and --max-restarts is 0: add --max-restarts 3, or pass --on-hang stop"
         )
-    output_failure(required=False)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
+    _show_lines_immediately()
     deadline = None if time_limit is None else time.time() + read_time_limit("--time-limit", time_limit)
-    variables = recorded_variables(read_environ())
+    environ = recorded_variables(read_environ())
     if precision is not None:
         export({PRECISION: precision})
     check_target(script[0], module)
@@ -155,8 +153,7 @@ def command(
         time_limit=time_limit or "",
         on_hang=on_hang or "default",
     )
-    options = {"precision": precision, "max_restarts": max_restarts, "grace": grace, "on_hang": on_hang, "show": show}
-    _record_launch(job, known, variables, options)
+    _record_launch(job, known, environ, {"precision": precision, "grace": grace, "on_hang": on_hang})
     if problem := allow_open_files(files_of_launcher(job.processes)):
         raise LaunchError(f"{problem}; or start fewer ranks")
     try:
@@ -166,6 +163,13 @@ def command(
         raise LaunchError(
             f"this user may not start more processes ({error.strerror}): start fewer ranks, or raise `ulimit -u`"
         ) from error
+
+
+def _show_lines_immediately() -> None:
+    """Show each line of a rank when it arrives, also in a pipe, and train even if its reader is gone."""
+    output_failure(required=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _read_config(
@@ -188,7 +192,8 @@ def _read_config(
 def _record_launch(job: Job, known: KnownConfig, variables: Mapping[str, str], options: Mapping[str, object]) -> None:
     """Write config.json, which `samestep rerun` repeats."""
     nodes = job.rendezvous.min_nodes, job.rendezvous.max_nodes
-    folder = {"folder": str(job.folder), "folder_is_explicit": job.folder_is_explicit, "time_limit": job.time_limit}
+    folder = {"folder": str(job.folder), "folder_is_explicit": job.folder_is_explicit}
+    of_job = {"time_limit": job.time_limit, "max_restarts": job.max_restarts, "show": job.show}
     launch = {
         "command": ["samestep", *hide_secrets(sys.argv[1:])],
         "folder": str(Path.cwd()),
@@ -197,7 +202,7 @@ def _record_launch(job: Job, known: KnownConfig, variables: Mapping[str, str], o
         "arguments": hide_secrets(job.arguments),
         "ranks": job.processes,
         "nodes": nodes[0] if nodes[0] == nodes[1] else list(nodes),
-        "launcher": {**folder, **options},
+        "launcher": {**folder, **of_job, **options},
         "config_file": known.file,
         "config": known.values,
         "rerun_of": known.rerun_of,

@@ -136,13 +136,14 @@ class WandbLogger:
         ids = TrackerIds(run.folder, f"wandb/{self._project}")
         if ids.get() is None:
             ids.set(str(self._options.get("id") or secrets.token_hex(4)))
-        defaults = {
+        defaults: dict[str, Any] = {
             "name": run.name,
             "dir": str(run.folder),
             "resume": "allow",
             "settings": wandb.Settings(console="off", finish_timeout=50.0),
         }
-        self._run = wandb.init(project=self._project, **{**defaults, **self._options, "id": ids.get()})
+        options: dict[str, Any] = {**defaults, **self._options, "id": ids.get()}
+        self._run = wandb.init(project=self._project, **options)
         self._run.config.update(_plain(run.config), allow_val_change=True)
         # W&B refuses a step of its own that is not above the last one, so the step of training is a value.
         self._run.define_metric("step")
