@@ -15,7 +15,7 @@ def read_records(path: Path) -> Iterator[Any]:
     from wandb.proto import wandb_internal_pb2
 
     content = path.read_bytes()
-    assert content.startswith(b":W&B"), f"{path} is no file of W&B"
+    assert content.startswith(b":W&B"), f"{path} is not a file of W&B"
     at, parts = _FILE_HEADER, b""
     while at + _HEADER <= len(content):
         if _BLOCK - at % _BLOCK < _HEADER:  # the end of a block is too short for a header

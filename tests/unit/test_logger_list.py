@@ -21,7 +21,7 @@ from tests.small_disk import small_disk
 
 
 class Recorder:
-    """Keeps what it gets, in a file of the run's folder, and raises where it is told to."""
+    """Keeps its calls in a file of the run's folder, and raises in the method `fails`."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails

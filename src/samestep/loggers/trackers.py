@@ -145,7 +145,7 @@ class WandbLogger:
         options: dict[str, Any] = {**defaults, **self._options, "id": ids.get()}
         self._run = wandb.init(project=self._project, **options)
         self._run.config.update(_plain(run.config), allow_val_change=True)
-        # W&B refuses a step of its own that is not above the last one, so the step of training is a value.
+        # W&B drops a record whose W&B step is not above the last one, so the step of training is a value.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         if is_offline:
