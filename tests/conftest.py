@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("samestep"), max_examples=25)
 
 warm.replace_environment(warm.without_launcher_variables(os.environ))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a job in the background: children would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:

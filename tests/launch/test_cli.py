@@ -187,7 +187,7 @@ NUMBERS_IN_TEXT = {
 TEXTS = {
     "--account", "--blocks", "--constraint", "--env", "--explain", "--gpus", "--job-name", "--local-addr",
     "--master-addr", "--optimizer", "--part", "--partition", "--qos", "--rdzv-backend", "--rdzv-conf",
-    "--rdzv-endpoint", "--rdzv-id", "--sbatch", "--select", "--ignore", "--output", "--setup",
+    "--rdzv-endpoint", "--rdzv-id", "--sbatch", "--select", "--ignore", "--output", "--setup", "--sort",
 }  # fmt: skip
 RANGES = (" must be ", "pass a number", "pass N or", "pass hours", "at most", "is more than", "is longer than")
 ARGUMENTS = {"plan": ["m:build"], "jobs": [], "recipe run": ["saliency"]}

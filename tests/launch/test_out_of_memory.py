@@ -76,7 +76,8 @@ def train_without_a_launcher(rows: int) -> None:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def test_without_a_launcher_the_error_suggests_a_micro_batch():
+def test_without_a_launcher_the_error_suggests_a_micro_batch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train_without_a_launcher(4)
     assert caught.value.__notes__ == [

@@ -65,7 +65,7 @@ def model(gib=1.0, per_sample=GIB, fixed=0, blocks=10, **changes):
 def with_teacher(profile, gib, gradient_flows):
     """`profile` with a frozen bfloat16 part of `gib` GiB that has half of the forward FLOPs."""
     size = int(gib * GIB)
-    part = ModelPart("teacher", 0, size, profile.forward_flops)
+    part = ModelPart("teacher", 0, size, profile.forward_flops, gradient_flows)
     return replace(
         profile,
         frozen={"bfloat16": size},

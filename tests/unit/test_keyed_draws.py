@@ -607,7 +607,8 @@ def test_loops_that_end_out_of_order_leave_nothing_open():
     assert _modes() == 0
 
 
-def test_a_loop_that_an_exception_left_open_ends_with_its_run():
+def test_a_loop_that_an_exception_left_open_ends_with_its_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     held = []
     with Run(global_batch=4) as run:
         step = next(iter(next(run.shard(list(range(8))).epochs(1))))

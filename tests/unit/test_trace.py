@@ -110,6 +110,22 @@ def test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte():
     assert profile.weights == sum(profile.trainable.values()) + sum(profile.frozen.values()) + profile.buffers
 
 
+@pytest.mark.parametrize("through", [True, False])
+def test_a_frozen_part_whose_inner_module_is_called_counts_and_says_whether_gradients_flow_through_it(through):
+    def build():
+        frozen = nn.Sequential(nn.Linear(H, H), nn.ReLU(), nn.Linear(H, C)).requires_grad_(False)
+        model = nn.ModuleDict({"first": nn.Linear(A, H), "frozen": frozen})
+
+        def loss(model, batch):
+            hidden, inner = model["first"](batch), model["frozen"][:2]
+            return inner(hidden).sum() if through else (hidden - inner(hidden.detach())).sum()
+
+        return model, torch.zeros(4, A), loss
+
+    (part,) = trace_model(build, precision="fp32").frozen_parts
+    assert (part.name, part.forward_flops, part.needs_gradient) == ("frozen", 2 * H * H, through)
+
+
 def test_momentum_of_sgd_needs_as_much_memory_as_the_weights():
     profile = trace_model(mlp, optimizer=sgd, precision="fp32")
     assert (profile.optimizer, profile.optimizer_state) == ("SGD", profile.weights)

@@ -183,9 +183,9 @@ class StepTimes:
     def stop_waiting(self) -> None:
         """The other ranks are there."""
         started, self._waiting = self._waiting, None
-        if isinstance(started, float):
+        if isinstance(started, float | int):
             self._comm.waited += time.perf_counter() - started
-        elif isinstance(started, torch.cuda.Event):
+        elif started is not None:
             self._pairs.append((started, self._record()))
 
     def _record(self) -> torch.cuda.Event:

@@ -17,8 +17,6 @@ TeacherPlacement = Literal["sharded", "offload", "balanced", "cpu"]
 _SHARDED: tuple[Strategy, ...] = ("zero2", "fsdp", "hybrid")
 _SHOWN_FROZEN = 4
 _MIN_FROZEN_FRACTION = 0.1  # frozen parts below this fraction of all weights stay in the model
-# Frozen parts cost one forward pass, and about one more if gradients flow through them to their inputs.
-_MAX_PASSES_WITHOUT_GRADIENT = 1.4
 _MIB = 2**20
 _CONTEXT = {"cuda": CUDA_CONTEXT, "mps": 300 * _MIB, "cpu": 300 * _MIB}  # without CUDA: a Python process with torch
 _NCCL_BUFFERS = 400 * _MIB
@@ -103,7 +101,7 @@ def _teacher_placements(
     if model.frozen_part_bytes < _MIN_FROZEN_FRACTION * model.weights:
         return
     no_gradients = "gradients flow through the frozen parts, and run.teacher computes no gradients"
-    unsupported = no_gradients if gradient_flows_through_frozen(model) else None
+    unsupported = no_gradients if any(part.needs_gradient for part in model.frozen_parts) else None
     if ranks > 1:
         yield "sharded", unsupported
     if strategy == "single" and cluster.devices_per_node > 1:
@@ -111,18 +109,6 @@ def _teacher_placements(
     if cluster.device.kind == "cuda":
         yield "offload", unsupported
     yield "cpu", unsupported
-
-
-def gradient_flows_through_frozen(model: ModelProfile) -> bool:
-    """Whether gradients flow through the frozen parts, judging by the FLOPs of a step.
-
-    Trainable parts cost three forward passes, frozen parts one, or two if their inputs need gradients.
-    """
-    frozen = model.frozen_part_flops
-    if not frozen:
-        return False
-    trainable = model.forward_flops - frozen
-    return (model.step_flops - 3 * trainable) / frozen > _MAX_PASSES_WITHOUT_GRADIENT
 
 
 def script_lines(

@@ -112,6 +112,7 @@ class ModelPart:
     trainable: int  # bytes of its trainable parameters
     frozen: int  # bytes of its frozen parameters and its buffers
     forward_flops: float  # FLOPs of its forward pass per sample
+    needs_gradient: bool = False  # whether the backward pass goes through it
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from samestep.planner.traced_model import (
     TracedModel,
     build_model,
     checkpointable_classes,
-    count_forward_flops,
     describe_error,
     describe_parts,
     explain_errors,
@@ -44,6 +43,7 @@ from samestep.planner.traced_model import (
     resolve_classes,
     storage_bytes,
     strip_memory,
+    watch_parts,
 )
 from samestep.torch_private import cannot_be_traced, without_memory
 
@@ -231,7 +231,7 @@ def _measure_steps(traced: TracedModel, config: StepConfig, samples: int, method
     tracer = StepTracer(traced, config, samples)
     counter = OpCounter()
     small = tracer.trace(sizes[0])
-    with count_forward_flops(counter, [*blocks.values(), *frozen.values()]) as part_flops:
+    with watch_parts(counter, [*blocks.values(), *frozen.values()]) as calls:
         large = tracer.trace(sizes[1], counter)
     activations = _peak_memory(tracer, small, large, sizes)
     checkpointed_counter, checkpointed_activations = counter, None
@@ -255,8 +255,8 @@ def _measure_steps(traced: TracedModel, config: StepConfig, samples: int, method
         checkpointed_step_flops=checkpointed_counter.flops / samples,
         ops=counter.ops(),
         traced_samples=samples,
-        blocks=describe_parts(blocks, part_flops, samples),
-        frozen_parts=describe_parts(frozen, part_flops, samples),
+        blocks=describe_parts(blocks, calls, samples),
+        frozen_parts=describe_parts(frozen, calls, samples),
         method=method,
     )
 

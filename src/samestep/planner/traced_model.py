@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from samestep.data.loader import list_tensors, map_tensors
 from samestep.errors import DataError, MeasurementTooSlow, PlanError
@@ -486,38 +488,56 @@ def _unpack_sequential(block: nn.Module) -> Iterator[nn.Module]:
         yield from _unpack_sequential(child)
 
 
+@dataclass
+class PartCalls:
+    """The forward passes of a submodule, or of what is inside of it if the model calls that directly."""
+
+    flops: float = 0.0
+    needs_gradient: bool = False  # whether any output does
+    depth: int = 0  # how many of its modules are being called now
+    entered_at: float = 0.0  # FLOPs of the counter when the outermost of them was called
+
+    def enter(self, counter: OpCounter, *_: object) -> None:
+        """One of its modules is called."""
+        if not self.depth:
+            self.entered_at = counter.flops
+        self.depth += 1
+
+    def leave(self, counter: OpCounter, _module: nn.Module, _inputs: object, output: object) -> None:
+        """One of its modules returns."""
+        self.depth -= 1
+        if not self.depth:
+            self.flops += counter.flops - self.entered_at
+        self.needs_gradient |= any(tensor.requires_grad for tensor in tensor_leaves(output))
+
+
 @contextmanager
-def count_forward_flops(counter: OpCounter, modules: Iterable[nn.Module]) -> Generator[Mapping[nn.Module, float]]:
-    """Count the FLOPs of forward passes inside, by module; a module that is not called is missing."""
-    started: dict[nn.Module, float] = {}
-    flops: dict[nn.Module, float] = {}
-
-    def enter(module: nn.Module, *_: object) -> None:
-        started[module] = counter.flops
-
-    def leave(module: nn.Module, *_: object) -> None:
-        flops[module] = flops.get(module, 0.0) + (counter.flops - started.pop(module))
-
-    unique = dict.fromkeys(modules)
-    hooks = [module.register_forward_pre_hook(enter) for module in unique]
-    hooks += [module.register_forward_hook(leave) for module in unique]
+def watch_parts(counter: OpCounter, parts: Iterable[nn.Module]) -> Generator[Mapping[nn.Module, PartCalls]]:
+    """Watch the forward passes of submodules inside."""
+    calls = {part: PartCalls() for part in parts}
+    hooks: list[RemovableHandle] = []
+    for part, watched in calls.items():
+        for module in part.modules():
+            hooks.append(module.register_forward_pre_hook(partial(watched.enter, counter)))
+            hooks.append(module.register_forward_hook(partial(watched.leave, counter)))
     try:
-        yield flops
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def describe_parts(
-    modules: Mapping[str, nn.Module], flops: Mapping[nn.Module, float], samples: int
+    modules: Mapping[str, nn.Module], calls: Mapping[nn.Module, PartCalls], samples: int
 ) -> tuple[ModelPart, ...]:
-    """Bytes of each module, and its FLOPs per sample."""
+    """Bytes of each module, its FLOPs per sample, and whether gradients flow through it."""
     parts: list[ModelPart] = []
     for name, module in modules.items():
+        called = calls.get(module, PartCalls())
         trainable = storage_bytes(p for p in module.parameters() if p.requires_grad)
         frozen = storage_bytes(p for p in module.parameters() if not p.requires_grad)
         frozen += storage_bytes(module.buffers())
-        parts.append(ModelPart(name, trainable, frozen, flops.get(module, 0.0) / samples))
+        parts.append(ModelPart(name, trainable, frozen, called.flops / samples, called.needs_gradient))
     return tuple(parts)
 
 
