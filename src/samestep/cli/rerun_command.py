@@ -23,7 +23,7 @@ from samestep.launch.configuration import (
     read_launch,
     recorded_variables,
 )
-from samestep.launch.job import folder_name, make_folder
+from samestep.launch.job import count_processes, folder_name, make_folder
 
 _echo = partial(click.echo, err=True)
 _REQUIRED: Final = {"script": str, "module": bool, "arguments": list, "folder": str, "ranks": int}
@@ -58,6 +58,8 @@ def command(
     """
     if resume and folder is not None:
         raise LaunchError("--resume continues in the run's own folder: leave --folder out, or leave --resume out")
+    if processes is not None:
+        count_processes(processes, gpus=1, cores=1)  # reports a mistake before anything else
     run_folder = run_folder.absolute()
     known = _read(run_folder)
     arguments = _arguments(known, added)

@@ -368,7 +368,9 @@ class Lifecycle:
 def _create_loggers(config: RunConfig, context: Callable[[], RunContext], warn: Callable[[str], None]) -> Loggers:
     """The loggers of a run whose context is needed later, when the first of their files is opened."""
     console, folder = open_console(sys.stdout), lambda: context().folder
-    return Loggers(console, folder, warn, config.loggers, lambda: describe_configuration(context()))
+    is_trial = last_step() is not None  # of `samestep parity`: not an experiment that a tracker should show
+    given = () if is_trial and config.loggers is not None else config.loggers
+    return Loggers(console, folder, warn, given, lambda: describe_configuration(context()))
 
 
 def _describe_ledgers(context: RunContext, files: dict[str, object], folders: list[Path]) -> dict[str, object]:
