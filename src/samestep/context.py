@@ -4,9 +4,9 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -23,8 +23,9 @@ from samestep.distributed.once import Per, once
 from samestep.distributed.step_times import StepTimes
 from samestep.environment.world import World
 from samestep.errors import ConfigError
+from samestep.loggers.logger_thread import Logger, check_loggers
 from samestep.loggers.loggers import Loggers
-from samestep.messages import WarnOnce
+from samestep.messages import WarnOnce, shorten
 from samestep.parallel.batchnorm import min_rows
 from samestep.parallel.model_randomness import ModelRandomness
 from samestep.parallel.precision import Acceleration, Precision
@@ -48,6 +49,8 @@ class RunConfig:
     precision: Precision
     compile: bool
     ledger: bool
+    loggers: Sequence[Logger] | None = None
+    config: object = None  # hyperparameters, for loggers and config.json
 
     def check(self) -> None:
         """Raise if a number is of the wrong type or out of range; scripts are not type-checked."""
@@ -61,6 +64,27 @@ class RunConfig:
             value: float = getattr(self, name)
             if not isinstance(value, kind) or not least <= value or (most is not None and value > most):
                 raise ConfigError(f"{name}={value!r} {should}")
+        check_loggers(self.loggers)
+        read_hyperparameters(self.config)
+
+
+def read_hyperparameters(config: object) -> dict[str, Any]:
+    """The values of `Run(config=...)` by name: of a mapping, a dataclass, or the result of argparse.
+
+    >>> read_hyperparameters({"lr": 0.1})
+    {'lr': 0.1}
+    """
+    if config is None:
+        return {}
+    if is_dataclass(config) and not isinstance(config, type):
+        return asdict(config)
+    values: object = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+    if not isinstance(values, Mapping) or isinstance(config, type) or not all(isinstance(name, str) for name in values):
+        raise ConfigError(
+            f"config={shorten(repr(config))} has no names: pass a dict, a dataclass or the result of argparse, e.g. "
+            'config={"lr": 3e-4}'
+        )
+    return dict(values)
 
 
 @dataclass

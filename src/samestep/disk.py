@@ -127,7 +127,7 @@ class AppendFile:
         try:
             file = self._open() if self._file is None else self._file
             while self._buffer:
-                _write_all_or_nothing(file, self._buffer[0])
+                write_all_or_nothing(file, self._buffer[0])
                 self._buffered_bytes -= len(self._buffer.popleft())
             if last:
                 with suppress(OSError):  # the data is in the page cache, and there is nothing else we could do
@@ -143,7 +143,7 @@ class AppendFile:
         if S_ISFIFO(os.fstat(self._file).st_mode):
             raise OSError(errno.ESPIPE, "a pipe")  # writing would block when its buffer is full
         if self._is_text and (size := os.fstat(self._file).st_size) and os.pread(self._file, 1, size - 1) != b"\n":
-            _write_all_or_nothing(self._file, b"\n")  # an earlier writer was killed within its last line
+            write_all_or_nothing(self._file, b"\n")  # an earlier writer was killed within its last line
         return self._file
 
     def _on_failure(self, error: OSError, last: bool) -> None:
@@ -170,7 +170,8 @@ class AppendFile:
             self._report(f"{self._path} can be written again; {missing}")
 
 
-def _write_all_or_nothing(file: int, record: bytes) -> None:
+def write_all_or_nothing(file: int, record: bytes) -> None:
+    """Append a record to an open file, or leave the file as it was and raise."""
     size_before, rest = os.fstat(file).st_size, memoryview(record)
     try:
         while rest:  # a nearly full disk or a signal may cause a partial write

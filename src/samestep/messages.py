@@ -13,7 +13,8 @@ from types import FrameType
 _PACKAGE = "samestep"
 _MAX_DIGITS = 18  # of a 64-bit integer; int() refuses to read thousands of digits
 _LONGEST_VALUE = 60  # characters of a value that an error shows
-_SECRET = re.compile(r"(?i)(key|token|secret|password|passwd|credential)")
+# not max_tokens, tokenizer and keypoints
+_SECRET = re.compile(r"(?i)(keys?|token|(secret|password|passwd|credential)s?)(?![a-z])")
 _HIDDEN = "***"
 _CONTROL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
@@ -161,6 +162,15 @@ def shorten(text: str) -> str:
     return shlex.quote(text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}...")
 
 
+def is_secret(name: str) -> bool:
+    """Whether the value of an option or a variable of this name must not be shown to others.
+
+    >>> is_secret("--wandb-api-key"), is_secret("max_tokens")
+    (True, False)
+    """
+    return bool(_SECRET.search(name))
+
+
 def hide_secrets(arguments: Sequence[str]) -> list[str]:
     """A command line that can be shown to others: values of options such as --api-key are hidden.
 
@@ -170,11 +180,11 @@ def hide_secrets(arguments: Sequence[str]) -> list[str]:
     shown, hide_next = list[str](), False
     for argument in arguments:
         name, equals, _ = argument.partition("=")
-        is_secret = bool(_SECRET.search(name)) and (name.startswith("-") or bool(equals))
+        hides = is_secret(name) and (name.startswith("-") or bool(equals))
         if hide_next and not argument.startswith("-"):
             argument = _HIDDEN
-        elif is_secret and equals:
+        elif hides and equals:
             argument = f"{name}={_HIDDEN}"
         shown.append(argument)
-        hide_next = is_secret and not equals
+        hide_next = hides and not equals
     return shown

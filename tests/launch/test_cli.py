@@ -14,9 +14,9 @@ from samestep.cli.main import COMMANDS, NumberRange, main, samestep
 from samestep.errors import LaunchError
 
 OPTIONS = (
-    "--folder, --grace, --help, --local-addr, --master-addr, --master-port, --max-restarts, --module, --nnodes, "
-    "--node-rank, --nproc-per-node, --on-hang, --precision, --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id, "
-    "--show-ranks, --standalone, --time-limit, --verbose"
+    "--config, --folder, --grace, --help, --local-addr, --master-addr, --master-port, --max-restarts, --module, "
+    "--nnodes, --node-rank, --nproc-per-node, --on-hang, --precision, --rdzv-backend, --rdzv-conf, "
+    "--rdzv-endpoint, --rdzv-id, --show-ranks, --standalone, --time-limit, --verbose"
 )
 KNOWN = ", ".join(COMMANDS)
 

@@ -31,6 +31,7 @@ _LONGEST_WORD = 300  # of an error message: a value of thousands of digits would
 # Each module has a click command named `command`. It is imported when it is used, so that `--help` does not need torch.
 COMMANDS = {
     "run": ("samestep.cli.run_command", "Start a script on every GPU of this machine, or as ranks on several nodes."),
+    "rerun": ("samestep.cli.rerun_command", "Repeat a run with the same command, options and ranks, in a new folder."),
     "hang": ("samestep.cli.hang_command", "Show what each rank of a live run does, and which one the others wait for."),
     "parity": ("samestep.cli.parity_command", "Run a script on several numbers of ranks and compare what it logs."),
     "verify": ("samestep.cli.verify_command", "Run any script on several ranks and on one, and print what is wrong."),
@@ -281,6 +282,8 @@ def _unknown_option(error: click.NoSuchOption, ctx: click.Context) -> str:
     hint = f"; did you mean {near[0]}?" if near else ""
     # For `submit` and `plan`: options of the user's script or function come after `--`.
     names = [parameter.name for parameter in ctx.command.params] if ctx.allow_interspersed_args else []
-    own = [what for what, name in (("script", "script"), ("function", "arguments")) if name in names]
+    own = [
+        what for what, name in (("script", "script"), ("function", "arguments"), ("script", "added")) if name in names
+    ]
     dashes = "".join(f"; put options of the {what} after `--`" for what in own)
     return f"unknown option {error.option_name}: use one of {', '.join(known)}{dashes}{hint}"

@@ -17,6 +17,14 @@ import click
 from samestep.cli.main import Group
 from samestep.cli.run_command import command as run_command
 from samestep.errors import LaunchError
+from samestep.launch.configuration import (
+    FileOption,
+    KnownConfig,
+    OptionsFile,
+    hide_secret_values,
+    read_options_file,
+    without_given,
+)
 
 _LAUNCHER_OPTIONS = [option for option in run_command.params if option.name not in ("module", "script")]
 _NAME = click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="NAME [OPTIONS OF THE RECIPE]...")
@@ -52,7 +60,8 @@ def list_recipes(as_json: bool) -> None:
     params=[*_LAUNCHER_OPTIONS, _NAME],
     context_settings=run_command.context_settings,
     epilog="Options before NAME are those of `samestep run`, options after it are those of the recipe. Examples: "
-    "samestep recipe run saliency --help; samestep recipe run --nproc-per-node 2 saliency --epochs 3",
+    "samestep recipe run saliency --help; samestep recipe run --nproc-per-node 2 saliency --epochs 3; "
+    "samestep recipe run saliency --config run.yaml",
 )
 @click.pass_context
 def run_recipe(context: click.Context, script: tuple[str, ...], **options: Any) -> int:
@@ -66,9 +75,15 @@ def run_recipe(context: click.Context, script: tuple[str, ...], **options: Any) 
         raise LaunchError(
             f"the recipe {name} needs {', '.join(missing)}, which is not installed: pip install 'samestep[{extra}]'"
         )
+    config, arguments = _take_config(options.pop("config"), arguments)
+    known = None
+    if config is not None:
+        file = read_options_file(config)
+        arguments = [*_file_arguments(path, file, arguments), *arguments]
+        known = KnownConfig(hide_secret_values(file.values()), str(config))
     if (code := parse_options(path, arguments)) is not None:  # without starting ranks or creating a run folder
         return code
-    code = context.invoke(run_command, module=False, script=(str(path), *arguments), **options)
+    code = context.invoke(run_command, module=False, script=(str(path), *arguments), config=known, **options)
     assert isinstance(code, int)
     return code
 
@@ -119,16 +134,72 @@ def find(name: str) -> Path:
     return known[name]
 
 
+def _take_config(config: Path | None, arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The file of `--config`, which may also come after the name of the recipe, and the other arguments."""
+    left = list[str]()
+    words = iter(arguments)
+    for word in words:
+        if word == "--config":
+            if (value := next(words, None)) is None:
+                raise LaunchError("--config needs a file: pass a .yaml, .toml or .json file")
+            config = Path(value)
+        elif word.startswith("--config="):
+            config = Path(word.partition("=")[2])
+        else:
+            left.append(word)
+    return config, left
+
+
+def _file_arguments(path: Path, file: OptionsFile, explicit: Sequence[str]) -> list[str]:
+    """The options of a file as arguments of a recipe, each checked by the recipe's own parser."""
+    import typer.main
+
+    app = _load_outline(path, lambda: None)["app"]
+    command = cast("Any", typer.main.get_command(cast("typer.Typer", app)))
+    known = {name.lstrip("-"): each for each in command.params for name in each.opts if name.startswith("--")}
+    known = {name: each for name, each in known.items() if name not in ("help", "version")}
+    found = list[str]()
+    for name, option in file.options.items():
+        dashed = name.replace("_", "-")
+        if dashed not in known:
+            hint = "".join(f"; did you mean {near}?" for near in get_close_matches(dashed, known, n=1))
+            names = ", ".join(sorted(known))
+            raise file.error(option.line, f"the recipe {path.stem} has no option {name}: use one of {names}{hint}")
+        words = _as_words(file, dashed, option, known[dashed])
+        try:
+            command.main(args=list(words), prog_name=path.stem, standalone_mode=False)
+        except Exception as error:  # of the click that typer contains
+            if not hasattr(error, "format_message"):
+                raise
+            if type(error).__name__ != "MissingParameter":  # the other options come later
+                problem = getattr(error, "message", error)
+                raise file.error(option.line, f"{name} is {option.value}, which is not valid: {problem}") from error
+        found += words if dashed in without_given({dashed: option}, explicit) else []
+    return found
+
+
+def _as_words(file: OptionsFile, name: str, option: FileOption, parameter: Any) -> list[str]:
+    value, text = option.value, option.text
+    if value is None:
+        return []
+    if parameter.is_flag:
+        if not isinstance(value, bool):
+            raise file.error(option.line, f"{name} is {text}, and it must be true or false")
+        return [f"--{name}"] if value else list(parameter.secondary_opts[:1])
+    if isinstance(text, list) and not parameter.multiple:
+        raise file.error(option.line, f"{name} is a list, and it must be one value")
+    if isinstance(value, bool):
+        raise file.error(option.line, f"{name} is {str(value).lower()}, and it is not a flag: write its value")
+    return [f"--{name}={each}" for each in ([text] if isinstance(text, str) else text)]
+
+
 def parse_options(path: Path, arguments: Sequence[str]) -> int | None:
     """Parse the options of a recipe without importing torch: None if they are valid, else typer's exit code.
 
     Only the signature of `main` is executed. Typer prints the help text or the error.
     """
-    outline = ast.Module(list(_outline(ast.parse(path.read_text(encoding="utf-8")))), type_ignores=[])
-    namespace: dict[str, object] = {"__name__": path.stem}
-    exec(compile(outline, str(path), "exec", optimize=0), namespace)  # a part of a script that comes with samestep
     parsed: list[bool] = []
-    namespace["_parsed"] = lambda: parsed.append(True)
+    namespace = _load_outline(path, lambda: parsed.append(True))
     words = ["--help"] if "-h" in arguments else list(arguments)
     try:
         cast("Callable[..., object]", namespace["app"])(args=words, prog_name=f"samestep recipe run {path.stem}")
@@ -137,6 +208,14 @@ def parse_options(path: Path, arguments: Sequence[str]) -> int | None:
     else:
         code = 0
     return None if parsed else code if isinstance(code, int) else 1
+
+
+def _load_outline(path: Path, parsed: Callable[[], None]) -> dict[str, object]:
+    """The app of a recipe whose `main` only calls `parsed`."""
+    outline = ast.Module(list(_outline(ast.parse(path.read_text(encoding="utf-8")))), type_ignores=[])
+    namespace: dict[str, object] = {"__name__": path.stem, "_parsed": parsed}
+    exec(compile(outline, str(path), "exec", optimize=0), namespace)  # a part of a script that comes with samestep
+    return namespace
 
 
 def _outline(script: ast.Module) -> Iterator[ast.stmt]:

@@ -1,8 +1,11 @@
 """`samestep run`: start a script as ranks on this machine, or on several nodes together."""
 
 import io
+import re
+import shlex
 import sys
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -12,10 +15,22 @@ from typing import Any
 import click
 
 from samestep.cli.main import NumberRange, accept_underscores, output_failure
+from samestep.disk import describe_os_error
 from samestep.environment.hardware import probe_bf16, read_hardware
 from samestep.environment.processes import allow_open_files, files_of_launcher, launcher_variable
 from samestep.environment.world import MAX_RANKS, PRECISION, export, read_environ
 from samestep.errors import TIME_LIMIT_REACHED, LaunchError
+from samestep.launch.configuration import (
+    CONFIG_FILE,
+    KnownConfig,
+    config_variable,
+    hide_secret_values,
+    merge_arguments,
+    read_options_file,
+    recorded_variables,
+    without_given,
+    write_launch,
+)
 from samestep.launch.job import (
     Job,
     OnHang,
@@ -30,12 +45,13 @@ from samestep.launch.job import (
 )
 from samestep.launch.rendezvous import RendezvousOptions, find_rendezvous
 from samestep.launch.signal_handler import SignalHandler, StoppedBySignal, keep_exit_code
-from samestep.messages import read_integer, shorten
+from samestep.messages import hide_secrets, read_integer, shorten
 
 _echo = partial(click.echo, err=True)
 _SHUTDOWN_TIMEOUT = 5  # seconds that ranks get to end after Ctrl-C
 _GRACE_PERIOD = 120  # seconds that they get to save and end after SIGTERM
 _LONGEST_GRACE = 10**7  # seconds, about four months
+_CLICK_IMPORT = re.compile(rb"^\s*(?:import|from)\s+(?:click|typer)\b", re.MULTILINE)
 _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -70,6 +86,8 @@ _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 @click.option("--master-addr", "address", metavar="HOST", help="Host of node 0.")
 @click.option("--master-port", "port", type=NumberRange(1, 65535), metavar="PORT", help="Port of node 0.")
 @click.option("--local-addr", "local_address", metavar="HOST", help="Address at which other nodes reach this one.")
+@click.option("--config", type=click.Path(path_type=Path), metavar="FILE",
+              help="Options of SCRIPT as a .yaml, .toml or .json file; arguments after SCRIPT win.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]),
               help="Replaces the precision of the script; fp64 compares runs without rounding.")  # fmt: skip
 @click.option("--max-restarts", type=NumberRange(0, MAX_RANKS), default=0, show_default=True, metavar="N",
@@ -91,6 +109,7 @@ def command(
     script: tuple[str, ...],
     module: bool,
     processes: str,
+    config: Path | KnownConfig | None,
     precision: str | None,
     max_restarts: int,
     folder: Path | None,
@@ -109,14 +128,13 @@ def command(
         raise LaunchError(
             "--on-hang restart needs restarts, and --max-restarts is 0: add --max-restarts 3, or pass --on-hang stop"
         )
-    output_failure(required=False)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
+    _show_lines_immediately()
     deadline = None if time_limit is None else time.time() + read_time_limit("--time-limit", time_limit)
+    environ = recorded_variables(read_environ())
     if precision is not None:
         export({PRECISION: precision})
-    target, *arguments = script
-    check_target(target, module)
+    check_target(script[0], module)
+    target, arguments, known = _read_config(script, module, config)
     cores = read_hardware().cores.usable
     count_processes(processes, gpus=1, cores=cores)  # reports a mistake before torch is imported, which takes seconds
     rendezvous = find_rendezvous(RendezvousOptions(**rendezvous_options), _echo)
@@ -124,7 +142,7 @@ def command(
     job = Job(
         target=target,
         module=module,
-        arguments=tuple(arguments),
+        arguments=arguments,
         processes=count_processes(processes, gpus, cores),
         rendezvous=rendezvous,
         max_restarts=max_restarts,
@@ -135,6 +153,7 @@ def command(
         time_limit=time_limit or "",
         on_hang=on_hang or "default",
     )
+    _record_launch(job, known, environ, {"precision": precision, "grace": grace, "on_hang": on_hang})
     if problem := allow_open_files(files_of_launcher(job.processes)):
         raise LaunchError(f"{problem}; or start fewer ranks")
     try:
@@ -144,6 +163,55 @@ def command(
         raise LaunchError(
             f"this user may not start more processes ({error.strerror}): start fewer ranks, or raise `ulimit -u`"
         ) from error
+
+
+def _show_lines_immediately() -> None:
+    """Show each line of a rank when it arrives, also in a pipe, and train even if its reader is gone."""
+    output_failure(required=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+
+
+def _read_config(
+    script: tuple[str, ...], module: bool, config: Path | KnownConfig | None
+) -> tuple[str, tuple[str, ...], KnownConfig]:
+    """The script, its arguments with those of the file, and the values of the file, which the ranks get to know."""
+    target, *arguments = script
+    known = config if isinstance(config, KnownConfig) else KnownConfig({}, None)
+    if isinstance(config, Path):
+        file = read_options_file(config)
+        repeat_lists = not module and bool(_CLICK_IMPORT.search(Path(target).read_bytes()))
+        added = merge_arguments(without_given(file.options, arguments), [], repeat_lists)
+        _echo(f"samestep: {config} adds {shlex.join(hide_secrets(added)) or 'nothing'}")
+        arguments = merge_arguments(file.options, arguments, repeat_lists)
+        known = KnownConfig(hide_secret_values(file.values()), str(config))
+    export(config_variable(known.values))
+    return target, tuple(arguments), known
+
+
+def _record_launch(job: Job, known: KnownConfig, variables: Mapping[str, str], options: Mapping[str, object]) -> None:
+    """Write config.json, which `samestep rerun` repeats."""
+    nodes = job.rendezvous.min_nodes, job.rendezvous.max_nodes
+    folder = {"folder": str(job.folder), "folder_is_explicit": job.folder_is_explicit}
+    of_job = {"time_limit": job.time_limit, "max_restarts": job.max_restarts, "show": job.show}
+    launch = {
+        "command": ["samestep", *hide_secrets(sys.argv[1:])],
+        "folder": str(Path.cwd()),
+        "script": job.target,
+        "module": job.module,
+        "arguments": hide_secrets(job.arguments),
+        "ranks": job.processes,
+        "nodes": nodes[0] if nodes[0] == nodes[1] else list(nodes),
+        "launcher": {**folder, **of_job, **options},
+        "config_file": known.file,
+        "config": known.values,
+        "rerun_of": known.rerun_of,
+        "environment": variables,
+    }
+    try:
+        write_launch(job.folder, launch)
+    except OSError as error:
+        _echo(f"samestep: {job.folder / CONFIG_FILE} cannot be written: {describe_os_error(error)}")
 
 
 def _run(job: Job, signals: SignalHandler, cores: int, gpus: int, deadline: float | None) -> int:

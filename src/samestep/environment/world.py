@@ -29,7 +29,9 @@ OOM_RETRIES = "SAMESTEP_OOM_RETRIES"
 PRECISION = "SAMESTEP_PRECISION"
 """The variable that replaces the precision of a script, to compare runs in fp64 without editing it."""
 COMPARISON = "SAMESTEP_COMPARISON"
-"""The variable in which `samestep parity` passes the folder for logs and checkpoints of one run."""
+"""The variable in which `samestep parity` and `samestep rerun` pass the folder for logs and checkpoints of one run."""
+CONFIG = "SAMESTEP_CONFIG"
+"""The variable in which `samestep run --config` passes the values of the file, as JSON, for the records of the run."""
 LAST_STEP = "SAMESTEP_LAST_STEP"
 """The variable in which `samestep parity` passes the step after which a run ends."""
 LAUNCHER_LINK: Final = "run"
@@ -208,7 +210,7 @@ def requested_precision(environ: Mapping[str, str] | None = None) -> str:
 
 
 def comparison_folder(environ: Mapping[str, str] | None = None) -> Path | None:
-    """The folder that replaces those of the script, so that `samestep parity` starts every run from the beginning."""
+    """The folder that replaces those of the script, so that a run to compare with starts from the beginning."""
     folder = _environ(environ).get(COMPARISON)
     return Path(folder) if folder else None
 

@@ -1,15 +1,15 @@
-"""The loggers of a run: console, log.txt, metrics.jsonl, TensorBoard, events, summary.json; rank 0 writes them."""
+"""All loggers of a run, on rank 0: console, log.txt, metrics.jsonl, events, summary.json, and those of your list."""
 
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from numbers import Real
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,14 @@ from samestep.disk import describe_os_error, write_atomically
 from samestep.errors import LogError
 from samestep.loggers.console import Console
 from samestep.loggers.event_log import EventLog
-from samestep.loggers.run_files import WAIT_PREFIX, JsonlLogger, TextLog, open_tensorboard
+from samestep.loggers.logger_thread import Logger, LoggerThread
+from samestep.loggers.run_files import METRICS_FILE, WAIT_PREFIX, JsonlLogger, TextLog
+from samestep.loggers.trackers import TensorBoardLogger
 
-METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.json"
 TEXT_FILE = "log.txt"
 SUMMARY_FILE = "summary.json"
-TENSORBOARD_FOLDER = "tensorboard"
+_ABOUT_RUN = ("ranks", "nodes", "command", "versions")  # what trackers show besides the options of Run
 _SHOWN_PER_SYNC = 10  # metrics arrive about once per second, and a screen or a curve needs no more points
 
 
@@ -49,23 +51,6 @@ MetricKey = tuple[LogRow, str]
 """The record and the name of a logged value."""
 
 
-class Logger(Protocol):
-    """Receives records on rank 0: names and plain numbers, already averaged over the ranks.
-
-    To support another logger (CSV, an experiment tracker), implement these two methods and open it in `Loggers`.
-    """
-
-    def write(
-        self, step: int, values: Mapping[str, float], epoch: int | None = None, between_steps: bool = False
-    ) -> None:
-        """Log one record; `between_steps` says that it was logged between two steps, such as an evaluation."""
-        ...
-
-    def close(self, summary: Mapping[str, object]) -> None:
-        """Flush and close; `summary` is empty if nothing was logged."""
-        ...
-
-
 class Loggers:
     """All loggers of a run, on rank 0.
 
@@ -73,12 +58,22 @@ class Loggers:
     never raises: `warn` receives the file and the reason, and training continues.
     """
 
-    def __init__(self, console: Console, folder: Callable[[], Path | None], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        console: Console,
+        folder: Callable[[], Path | None],
+        warn: Callable[[str], None],
+        loggers: Sequence[Logger] | None = None,
+        describe: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Create them; `describe` returns the content of config.json."""
         self.console, self._get_folder, self._warn = console, folder, warn
+        self._given = [TensorBoardLogger()] if loggers is None else loggers
+        self._describe, self._described = describe, dict[str, Any]()
         self._folder: Path | None = None
         self._text: TextLog | None = None
         self._jsonl: JsonlLogger | None = None
-        self._all: list[Logger] = [console]
+        self._all: list[Console | TextLog | JsonlLogger | LoggerThread] = [console]
         self._events = EventLog(warn, self.print)
         self._printed: list[str] = []  # before log.txt was open
         self.is_open = False  # whether anything was logged, so that there are files
@@ -100,7 +95,7 @@ class Loggers:
     def begin_training(self) -> None:
         """Write the events from now on: the first step may take minutes, and the run may be killed in it."""
         if not self._events.is_open and (folder := self._get_folder()) is not None:
-            self._events.open(folder)
+            self._open_events(folder)
 
     @property
     def has_files(self) -> bool:
@@ -138,13 +133,16 @@ class Loggers:
 
     def close(self, summary: Mapping[str, object]) -> None:
         """Close every logger, even if one of them raises, and write summary.json unless it is empty."""
+        for logger in self._all:
+            if isinstance(logger, LoggerThread):
+                logger.end(summary)  # all at the same time
         with ExitStack() as closing:
             closing.callback(self._events.close)
             for logger in self._all:
                 closing.callback(logger.close, summary)
             folder = self._folder if self.is_open or not summary else self._get_folder()
             if self._events.is_waiting and (here := folder or self._get_folder()) is not None and here.is_dir():
-                closing.callback(self._events.open, here)  # nothing was logged, but the launcher has made the folder
+                closing.callback(self._open_events, here)  # nothing was logged, but the launcher has made the folder
             if summary and folder is not None:
                 closing.callback(self._write_summary, folder / SUMMARY_FILE, summary)
 
@@ -152,15 +150,29 @@ class Loggers:
         self.is_open, self._folder = True, self._get_folder()
         if self._folder is None:
             return
-        self._events.open(self._folder)
+        resumed = (self._folder / METRICS_FILE).is_file()
+        self._open_events(self._folder)
         self._text = TextLog(self._folder / TEXT_FILE, warn=self._warn, report=self.console.print)
         for text in self._printed:
             self._text.print(text)
         self._jsonl = JsonlLogger(self._folder / METRICS_FILE, warn=self._warn, report=self.print)
         self._all += [self._text, self._jsonl]
-        tensorboard = open_tensorboard(self._folder / TENSORBOARD_FOLDER, self._warn, self.print)
-        if tensorboard is not None:
-            self._all.append(tensorboard)
+        about = {name: self._described[name] for name in _ABOUT_RUN if name in self._described}
+        config = {**self._described.get("config", {}), "samestep": {**self._described.get("run", {}), **about}}
+        self._all += [LoggerThread(each, self._folder, config, resumed, self._warn, self.print) for each in self._given]
+
+    def _open_events(self, folder: Path) -> None:
+        """Write the events from now on, and how the run was started."""
+        if not self._events.is_open and self._describe is not None:
+            self._described = self._describe()
+            text = json.dumps(_to_json("config", self._described), indent=2, allow_nan=False) + "\n"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(folder / CONFIG_FILE, text)
+            except OSError as error:
+                path, cause = folder / CONFIG_FILE, describe_os_error(error)
+                self._warn(f"{path} cannot be written: {cause}; `samestep rerun` cannot repeat the run")
+        self._events.open(folder)
 
     def _write_summary(self, path: Path, summary: Mapping[str, object]) -> None:
         try:

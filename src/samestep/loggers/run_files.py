@@ -18,6 +18,7 @@ from samestep.disk import AppendFile
 from samestep.errors import LogError
 from samestep.messages import format_bytes, warn
 
+METRICS_FILE = "metrics.jsonl"
 WAIT_PREFIX = "ranks/wait/"
 """Begins the names of metrics about the ranks themselves, which are in metrics.jsonl and TensorBoard only."""
 _FLUSH_SECONDS = 10.0  # a kill loses at most the records of this time from TensorBoard's file
@@ -212,7 +213,7 @@ def is_memory(name: str) -> bool:
     return name.rpartition("/")[2] == "memory_bytes"
 
 
-class TensorBoardLogger:
+class TensorBoardFile:
     """Logger that adds each value to an event file, at its step; the curve `epoch` has a point where an epoch begins.
 
     Event files cannot be rewritten: after a resume from an older checkpoint, a curve shows the repeated steps twice.
@@ -245,7 +246,7 @@ class TensorBoardLogger:
 
 def open_tensorboard(
     folder: Path, warn: Callable[[str], None], report: Callable[[str], None] | None = None
-) -> TensorBoardLogger | None:
+) -> TensorBoardFile | None:
     """Open a logger for `folder`; if tensorboard cannot be imported, warn and return None."""
     try:
         import tensorboard  # noqa: F401  # pyright: ignore[reportUnusedImport]  # torch's message for its absence is less clear
@@ -267,4 +268,4 @@ def open_tensorboard(
         return written.getvalue()
 
     name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{time.time_ns() % 10**9}"
-    return TensorBoardLogger(AppendFile(folder / name, warn, report, is_text=False), encode)
+    return TensorBoardFile(AppendFile(folder / name, warn, report, is_text=False), encode)

@@ -50,6 +50,7 @@ from samestep.training.mistakes import add_hint
 from samestep.training.preemption import Preemption, StoppedEarly
 from samestep.training.run_description import (
     CodeVersion,
+    describe_configuration,
     describe_end,
     describe_start,
     device_name,
@@ -170,8 +171,7 @@ class Lifecycle:
     def _open_context(self, folder: Path) -> RunContext:
         config, device = self.config, self.device
         if self.world.is_main:
-            console = open_console(sys.stdout)
-            self._loggers = Loggers(console, lambda: self.context.folder, self._warnings.warn_once)
+            self._loggers = _create_loggers(config, lambda: self.context, self._warnings.warn_once)
         self._log_capture.enter_context(info_to(self.print))
         self._log_capture.enter_context(show_once(self.comm, self.print, self._record_warning))
         support = detect_support(device, config.precision, config.compile, self._precision_variable)
@@ -363,6 +363,14 @@ class Lifecycle:
             self._loggers.record("end", describe_end(status, self._loop, self._error))
             self._error = None  # it would keep its frames alive
             self._loggers.close(self.summary(status) | ledger if wanted else {})
+
+
+def _create_loggers(config: RunConfig, context: Callable[[], RunContext], warn: Callable[[str], None]) -> Loggers:
+    """The loggers of a run whose context is needed later, when the first of their files is opened."""
+    console, folder = open_console(sys.stdout), lambda: context().folder
+    is_trial = last_step() is not None  # of `samestep parity`: not an experiment that a tracker should show
+    given = () if is_trial and config.loggers is not None else config.loggers
+    return Loggers(console, folder, warn, given, lambda: describe_configuration(context()))
 
 
 def _describe_ledgers(context: RunContext, files: dict[str, object], folders: list[Path]) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """`Run`: the live training process, through which a script uses all ranks."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ from samestep.context import RunConfig
 from samestep.data.loader import CollateFn, MapDataset
 from samestep.distributed.collectives import Collectives
 from samestep.environment.world import comparison_folder
+from samestep.loggers.logger_thread import Logger
 from samestep.parallel.precision import Precision
 from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
@@ -54,6 +55,8 @@ class Run(Collectives):
         precision: Precision = "auto",
         compile: bool = False,
         ledger: bool = False,
+        loggers: Sequence[Logger] | None = None,
+        config: object = None,
     ) -> None:
         """Configure a run; the ranks connect at `start()`.
 
@@ -71,13 +74,15 @@ class Run(Collectives):
                 batches and torch's default dtype to float64, to compare runs. `samestep run --precision` replaces it.
             compile: Whether to compile wrapped models with `torch.compile`.
             ledger: Whether to record every trained sample, for `samestep audit`.
+            loggers: Where metrics go besides samestep's own files, such as `[WandbLogger("digits")]`. Default:
+                TensorBoard, if it is installed.
+            config: Your hyperparameters, for loggers and the run's config.json: a dict, a dataclass, or the result of
+                argparse. Values of `samestep run --config` are recorded without it.
 
         """
         timeouts = start_timeout, step_timeout
-        config = RunConfig(
-            global_batch, seed, folder, backend, *timeouts, replica_check_every, precision, compile, ledger
-        )
-        self._lifecycle = Lifecycle(config)
+        common = global_batch, seed, folder, backend, *timeouts, replica_check_every, precision, compile, ledger
+        self._lifecycle = Lifecycle(RunConfig(*common, loggers, config))
         super().__init__(self._lifecycle.comm, self._lifecycle.padding)
 
     @property

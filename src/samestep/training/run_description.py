@@ -1,6 +1,8 @@
 """What a run is: its command, its code version, its ranks and its configuration, as events for reports of the run."""
 
 import functools
+import hashlib
+import json
 import os
 import platform
 import socket
@@ -11,16 +13,24 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from samestep import __version__
-from samestep.context import RunContext
+from samestep.context import RunContext, read_hyperparameters
 from samestep.environment.hardware import cpu_name
 from samestep.environment.processes import LAUNCHER, seconds_from_boot
 from samestep.environment.world import LAUNCHER_LINK, oom_retries, read_environ, run_folder
+from samestep.launch.configuration import (
+    config_values,
+    describe_command,
+    hide_secret_values,
+    read_launch,
+    recorded_variables,
+)
 from samestep.loggers.event_log import end_of_text
 from samestep.messages import hide_secrets
 from samestep.parallel.wrapped_model import WrappedModel
@@ -56,6 +66,21 @@ def describe_start(context: RunContext, hosts: Sequence[str], devices: Sequence[
         "ledger": config.ledger,
         "choices": context.acceleration.choices(),
     }
+
+
+def describe_configuration(context: RunContext) -> dict[str, Any]:
+    """The content of config.json: how the run was started, its options and its hyperparameters, as JSON types."""
+    environ, config = read_environ(), context.config
+    launch = read_launch(run_folder()) if LAUNCHER in environ else {}
+    given = {**config_values(environ), **hide_secret_values(read_hyperparameters(config.config))}
+    started = {"command": hide_secrets(sys.argv), "folder": str(Path.cwd()), **describe_command()}
+    started |= {"launcher": None, "config_file": None, "rerun_of": None, "environment": recorded_variables(environ)}
+    run = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in ("loggers", "config")}
+    run["loggers"] = None if config.loggers is None else [type(each).__name__ for each in config.loggers]
+    own = {"ranks": context.world.size, "nodes": context.world.nodes, "config": given, "run": run}
+    versions = {"samestep": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    found = {**started, **launch, **own, "versions": versions}
+    return json.loads(json.dumps(found, default=str))
 
 
 def device_name(device: torch.device) -> str:
@@ -102,17 +127,24 @@ def read_code_version(folder: Path) -> Mapping[str, object] | None:
         return None
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     branch = _git(folder, "rev-parse", "--abbrev-ref", "HEAD")
-    return {"commit": commit, "branch": branch, "is_changed": None if changed is None else bool(changed)}
+    text = _git(folder, "diff", "HEAD") if changed else ""
+    digest = None if text is None or changed is None else hashlib.sha256(text.encode()).hexdigest() if text else ""
+    return {
+        "commit": commit,
+        "branch": branch,
+        "is_changed": None if changed is None else bool(changed),
+        "changes": digest,
+    }
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
     """What git prints; None if it is not installed, fails, or takes too long."""
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.decode(errors="backslashreplace").strip() if done.returncode == 0 else None
 
 
 def describe_model(wrapped: WrappedModel) -> dict[str, Any]:
