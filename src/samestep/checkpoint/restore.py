@@ -28,6 +28,7 @@ from samestep.checkpoint.parts import (
     Parts,
     Stateful,
     Tensors,
+    check_frozen,
     describe_state_error,
     rng_tensor_name,
     set_rng_state,
@@ -65,7 +66,12 @@ def resolve_folder(folder: str | Path) -> Path:
 
 
 def restore(
-    context: RunContext, folder: Path, keep: int, keep_best: str | None, given: Mapping[str, Stateful]
+    context: RunContext,
+    folder: Path,
+    keep: int,
+    keep_best: str | None,
+    trainable_only: bool,
+    given: Mapping[str, Stateful],
 ) -> Checkpoint:
     """Load the newest valid checkpoint in `folder` into the parts, if there is one; a collective."""
     if not isinstance(keep, Integral) or keep < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
@@ -80,12 +86,20 @@ def restore(
     if reserved := sorted(set(given) & set(own)):
         raise CheckpointError(f"run.checkpoint uses the name {reserved[0]!r} itself: pass this part under another name")
     parts = Parts(
-        {**given, **own}, lambda module: wrapped.inner if (wrapped := context.find_wrapped(module)) else module
+        {**given, **own},
+        lambda module: wrapped.inner if (wrapped := context.find_wrapped(module)) else module,
+        trainable_only,
     )
+    if trainable_only and not any(map(len, parts.frozen.values())):
+        context.warn_once(
+            "trainable_only=True of run.checkpoint has no effect: no model that it received has both trainable and "
+            "frozen parameters"
+        )
     context.once(_lock, context, folder)
     found, corrupt = _find_newest_valid(context, folder)
     if found is None:
         reason = f"none of {len(corrupt)} checkpoint(s) in {folder} is valid" if corrupt else f"none in {folder} yet"
+        parts.describe_frozen()
         # raise before training, and not at the first save, if the state cannot be saved
         run_on_every_rank(context.comm, _OPERATION, CheckpointError, parts.state, describe=describe_state_error)
         message = f"checkpoint: {reason}, training starts at step 0"
@@ -148,6 +162,9 @@ def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> 
     index, targets, load = run_on_every_rank(
         comm, _OPERATION, CheckpointError, _prepare, parts, path, manifest, describe=describe
     )
+    run_on_every_rank(
+        comm, _OPERATION, CheckpointError, check_frozen, parts.frozen_differences(), describe=describe
+    )
     in_full = {name: tensor for name, tensor in targets.items() if not is_dtensor(tensor)}
     readers: dict[str, int] = {}
     if len(set(comm.exchange_objects(_OPERATION, _digest(manifest, in_full)))) == 1:  # all see the same files
@@ -162,6 +179,7 @@ def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> 
     run_on_every_rank(
         comm, _OPERATION, CheckpointError, _set_state, context, load, path, manifest, index, describe=describe
     )
+    parts.describe_frozen()
     steps = comm.exchange_objects(_OPERATION, context.progress.steps)
     if len(set(steps)) > 1:
         raise CheckpointError(

@@ -203,13 +203,20 @@ class Run(Collectives):
         )
 
     def checkpoint(
-        self, folder: str | Path, *, keep: int = 3, keep_best: str | None = None, **parts: "Stateful"
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        keep_best: str | None = None,
+        trainable_only: bool = False,
+        **parts: "Stateful",
     ) -> "Checkpoint":
         """Restore `parts` (model=, optimizer=, train=, ...) from the newest valid checkpoint in `folder`, if any.
 
         The returned object saves them there from now on, and no other run may write to the folder until this one ends.
         The `keep` newest checkpoints are kept, and with `keep_best="val/accuracy"` the one with the best value that was
-        logged before its save.
+        logged before its save. With `trainable_only`, for example to train LoRA adapters, checkpoints contain only the
+        checksums of frozen weights, and a restart raises if it has others.
         """
         from samestep.checkpoint.restore import resolve_folder, restore
 
@@ -217,7 +224,7 @@ class Run(Collectives):
         if (comparison := comparison_folder()) is not None:
             path = comparison / "checkpoints" / path.name
         self._lifecycle.move_folder(path)
-        checkpoint = restore(context, path, keep, keep_best, parts)
+        checkpoint = restore(context, path, keep, keep_best, trainable_only, parts)
         self._lifecycle.checkpoint_folders.append(path)
         return checkpoint
 
