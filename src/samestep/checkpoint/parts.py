@@ -170,7 +170,7 @@ class Parts:
             _load_optimizer_state(part, name, _parameter_names(part, name, self._parameters()), state)
             return
         if isinstance(part, nn.Module):
-            unwrapped = _unwrapped_names(part)
+            unwrapped = unwrapped_names(part)
             keys = {unwrapped(key): key for key in part.state_dict()}
             state = {keys.get(key, key): value for key, value in state.items()}
         part.load_state_dict(state)
@@ -182,7 +182,7 @@ class Parts:
         return {
             f"{name}/{unwrapped(key)}": parameter
             for name, model in self.models.items()
-            for unwrapped in [_unwrapped_names(model)]
+            for unwrapped in [unwrapped_names(model)]
             for key, parameter in model.named_parameters()
         }
 
@@ -207,11 +207,11 @@ def _is_user_object(part: Stateful) -> bool:
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a model under the names of your module, without the prefixes of wrappers."""
-    unwrapped = _unwrapped_names(model)
+    unwrapped = unwrapped_names(model)
     return {unwrapped(key): value for key, value in model.state_dict().items()}
 
 
-def _unwrapped_names(module: nn.Module) -> Callable[[str], str]:
+def unwrapped_names(module: nn.Module) -> Callable[[str], str]:
     """Return a function that removes the prefixes of DDP and torch.compile inside the module from a name."""
     wrappers = [(f"{path}." if path else "", _wrapper_prefix(child)) for path, child in module.named_modules()]
     # innermost first
@@ -293,7 +293,7 @@ class FrozenTensors:
         }
         changes = {name: (id(named[name]), count_changes(named[name])) for name in self._names}
         if not self._described:
-            unwrapped = _unwrapped_names(model)
+            unwrapped = unwrapped_names(model)
             self._described = {
                 unwrapped(name): _describe_frozen(f"{self._part}/{unwrapped(name)}", named[name])
                 for name in self._names
@@ -344,14 +344,13 @@ def frozen_difference(entry: FrozenTensor, tensor: torch.Tensor) -> list[str]:
     return [] if tensor_checksum(tensor) == entry.checksum else [f"{short} has other values"]
 
 
-def check_frozen(differences: list[str]) -> None:
+def check_frozen(differences: list[str], remedy: str) -> None:
     """Raise if a tensor that the checkpoint left out is another one here."""
     if differences:
         more = f" and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
         raise CheckpointError(
             "the checkpoint contains only trainable tensors, and frozen tensors differ from those that it was trained "
-            f"with: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}; build the model from the same weights and in "
-            "the same dtype"
+            f"with: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}; {remedy}"
         )
 
 

@@ -228,6 +228,19 @@ class Run(Collectives):
         self._lifecycle.checkpoint_folders.append(path)
         return checkpoint
 
+    def save_pretrained(
+        self, model: nn.Module, folder: str | Path, *, tokenizer: object = None, merge: bool = False
+    ) -> None:
+        """Write a model of transformers or peft as its `save_pretrained` does; call it on every rank.
+
+        Rank 0 gathers sharded weights in its host memory, writes the folder, and replaces one that holds a model. The
+        `tokenizer` is one of transformers or a folder; default: the folder that the model was loaded from. Of a model
+        of peft the folder holds the adapter; with `merge`, the weights of the base model with the adapter added.
+        """
+        from samestep.checkpoint.export import save_pretrained
+
+        save_pretrained(self._lifecycle.context, model, folder, tokenizer, merge)
+
     def teacher(
         self,
         build: Build | str | Path,
