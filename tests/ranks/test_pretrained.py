@@ -1,4 +1,4 @@
-"""Hugging Face folders: a model and its tokenizer, from a run or a checkpoint, from any number of ranks and strategy."""
+"""Hugging Face folders: a model and its tokenizer, from a run or a checkpoint, for any strategy and number of ranks."""
 
 import json
 import sys
@@ -168,7 +168,7 @@ def test_another_base_model_is_not_merged(base, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         export.export_pretrained(tmp_path / "out", tmp_path / "merged", base=other, merge=True)
     assert not (tmp_path / "merged").exists()
-    with pytest.raises(CheckpointError, match="the base model .*nowhere is not a folder: pass the one that training"):
+    with pytest.raises(CheckpointError, match=r"the base model .*nowhere is not a folder: pass the one that training"):
         export.export_pretrained(tmp_path / "out", tmp_path / "merged", base=tmp_path / "nowhere", merge=True)
     base.rename(tmp_path / "moved")
     message = "only trainable tensors, and the folder that training started from is not recorded or not on this machine"

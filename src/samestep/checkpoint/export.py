@@ -1,7 +1,8 @@
 """Models for other programs: one safetensors file, or a Hugging Face folder as `save_pretrained` writes it.
 
-A Hugging Face folder is written by the classes of transformers and peft themselves, from tensors in host memory: those of
-a checkpoint, or those of a run, which rank 0 gathers one by one. Nothing is downloaded, and no code in a folder is run.
+A Hugging Face folder is written by the classes of transformers and peft themselves, from tensors in host memory: those
+of a checkpoint, or those of a run, which rank 0 gathers one by one. Nothing is downloaded, and no code in a folder is
+run.
 """
 
 import importlib
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, cast
 from uuid import uuid4
 
 import torch
@@ -35,8 +36,9 @@ from samestep.checkpoint.tensor_storage import FileEntry, read_full_tensor, read
 from samestep.context import RunContext
 from samestep.disk import fsync_folder
 from samestep.errors import CheckpointError
+from samestep.parallel.fsdp import full_tensor
 from samestep.parallel.submodules import frozen_tensor_names
-from samestep.torch_private import is_dtensor, is_fsdp
+from samestep.torch_private import is_fsdp
 
 _SHOWN: Final = 5  # names in an error message
 _TOKENIZER_FILES: Final = (
@@ -126,7 +128,7 @@ def describe_pretrained(module: nn.Module) -> PretrainedModel | None:
         model = model.get_base_model()
     if not _is_instance(model, "transformers.modeling_utils", "PreTrainedModel"):
         return None
-    kind = type(model).__bases__[1] if is_fsdp(model) else type(model)
+    kind = type(model).__bases__[1] if is_fsdp(cast("object", model)) else type(model)
     source = Path(str(model.name_or_path or "-"))
     generation = getattr(model, "generation_config", None)
     return PretrainedModel(
@@ -159,8 +161,8 @@ def export_pretrained(
     stored: Any = manifest.run.get("pretrained")
     if not isinstance(stored, dict) or name not in stored:
         raise CheckpointError(
-            f"{path} has no configuration of {name!r}, which was not a model of transformers or peft when it was saved: "
-            "leave out --pretrained and --merge, which writes the weights to one file"
+            f"{path} has no configuration of {name!r}, which was not a model of transformers or peft when it was "
+            "saved: leave out --pretrained and --merge, which writes the weights to one file"
         )
     model = PretrainedModel(**stored[name])
     base = base.absolute() if base else None
@@ -170,7 +172,7 @@ def export_pretrained(
     frozen = {each.removeprefix(f"{name}/"): entry for each, entry in frozen_tensors(state).items()}
     tensors = {each.removeprefix(f"{name}/"): read_full_tensor(path, index[each]) for each in tensor_names(state)}
     files = _publish(target, False, lambda temporary: _write_pretrained(temporary, model, tensors, frozen, base, merge))
-    return {"checkpoint": str(path), "step": manifest.step, "folder": str(target), "files": files}
+    return {"checkpoint": str(path), "step": manifest.step, "folder": str(target), "files": ", ".join(files)}
 
 
 def save_pretrained(
@@ -197,7 +199,7 @@ def save_pretrained(
         for name, tensor in model_state(inner).items():
             if name not in left_out:
                 # not every backend gathers tensors in host memory
-                full = tensor.to(context.device).full_tensor() if is_dtensor(tensor) else tensor
+                full = full_tensor(tensor, context.device)
                 if context.world.is_main:  # merging changes weights in place
                     tensors[name] = full.detach().to("cpu", copy=merge and full is tensor)
 
@@ -311,9 +313,9 @@ def _fill(module: nn.Module, tensors: Tensors, left_out: Mapping[str, FrozenTens
     wrong = [name for name, tensor in tensors.items() if name not in own or own[name].shape != tensor.shape]
     if wrong := [*wrong, *(own.keys() - tensors.keys() - left_out.keys())]:
         raise CheckpointError(
-            f"{type(module).__name__}, as it is built from the configuration, has other tensors than the trained model: "
-            f"{', '.join(sorted(wrong)[:_SHOWN])}; use the versions of transformers and peft that it was trained with, and "
-            "change a model only by its configuration or with peft"
+            f"{type(module).__name__}, as it is built from the configuration, has other tensors than the trained "
+            f"model: {', '.join(sorted(wrong)[:_SHOWN])}; use the versions of transformers and peft that it was "
+            "trained with, and change a model only by its configuration or with peft"
         )
     if has_base:
         known = [(entry, own[name]) for name, entry in left_out.items() if entry is not None]
@@ -332,8 +334,9 @@ def _check_adapter_holds(module: Any, tensors: Tensors, left_out: Mapping[str, o
     lost = [name for name, tensor in tensors.items() if tensor.data_ptr() not in held] if left_out else []
     if lost:
         raise CheckpointError(
-            f"the folder of an adapter does not contain {len(lost)} trained tensor(s): {', '.join(lost[:_SHOWN])}; write "
-            "the whole model with merge=True or --merge, or name their modules in modules_to_save= of the configuration"
+            f"the folder of an adapter does not contain {len(lost)} trained tensor(s): {', '.join(lost[:_SHOWN])}; "
+            "write the whole model with merge=True or --merge, or name their modules in modules_to_save= of the "
+            "configuration"
         )
 
 
@@ -351,4 +354,8 @@ def _is_instance(value: object, module: str, name: str) -> bool:
 
 def _plain_json(value: object) -> Any:
     """Convert sets and enumerations in the configuration of an adapter."""
-    return json.loads(json.dumps(value, default=lambda each: sorted(each) if isinstance(each, set) else str(each)))
+
+    def convert(each: object) -> object:
+        return sorted(map(str, each)) if isinstance(each, set) else str(each)
+
+    return json.loads(json.dumps(value, default=convert))

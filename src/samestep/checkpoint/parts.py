@@ -27,8 +27,9 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.checkpoint.tensor_storage import DTYPE_NAMES, Index
 from samestep.errors import CheckpointError, SamestepError
+from samestep.parallel.fsdp import full_tensor
 from samestep.parallel.submodules import frozen_tensor_names
-from samestep.torch_private import count_changes, is_dtensor
+from samestep.torch_private import count_changes
 
 Tensors = dict[str, torch.Tensor]
 GetTensor = Callable[[str], torch.Tensor]
@@ -318,7 +319,7 @@ def tensor_checksum(tensor: torch.Tensor) -> str:
     >>> tensor_checksum(torch.tensor([1.0, 2.0])) == tensor_checksum(torch.tensor([2.0, 1.0]))
     False
     """
-    full = tensor.detach().full_tensor() if is_dtensor(tensor) else tensor.detach()
+    full = full_tensor(tensor).detach()
     words = full.contiguous().view(-1).view(torch.uint8)
     words = words.view(torch.int32) if words.numel() % 4 == 0 else words
     total = torch.zeros((), dtype=torch.int64, device=full.device)

@@ -79,8 +79,8 @@ def verify(context: click.Context, folder: Path, as_json: bool) -> None:
     "--base",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=None,
-    help="The Hugging Face folder that training started from, with the tokenizer and the frozen weights.  [default: the "
-    "one that the checkpoint names]",
+    help="The Hugging Face folder that training started from, with the tokenizer and the frozen weights.  [default: "
+    "the one that the checkpoint names]",
 )
 @_JSON
 def export(
@@ -101,13 +101,13 @@ def export(
     if as_json:
         click.echo(json.dumps(summary, indent=2))
     elif "folder" in summary:
-        click.echo(f"{summary['folder']}: {', '.join(summary['files'])}, of {source}")  # pyright: ignore[reportArgumentType]
+        click.echo(f"{summary['folder']}: {summary['files']}, of {source}")
     else:
         size = format_bytes(float(str(summary["bytes"])))
         click.echo(f"{summary['file']}: {summary['tensors']} tensors, {size}, of {source}")
         if summary["frozen"]:
-            click.echo(f"The checkpoint does not contain {summary['frozen']} frozen tensors: add --pretrained or --merge "
-                       "for a whole model of transformers")  # fmt: skip
+            left_out = f"The checkpoint does not contain {summary['frozen']} frozen tensors"
+            click.echo(f"{left_out}: add --pretrained or --merge for a whole model of transformers")
 
 
 def _verify(paths: list[Path]) -> dict[Path, str | None]:

@@ -130,5 +130,9 @@ def _outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[
 def _recompute(forward: Callable[..., object], /, *inputs: object, **kwargs: object) -> object:
     if not torch.is_grad_enabled():
         return forward(*inputs, **kwargs)
+    cache = kwargs.get("past_key_values")
+    if callable(length := getattr(cache, "get_seq_length", None)) and not length():
+        # models of transformers create one also in training, and both passes would add their keys and values to it
+        kwargs["past_key_values"] = None
     # keyword arguments are bound, since some of their names are options of `checkpoint`
     return checkpoint(partial(forward, **kwargs) if kwargs else forward, *inputs, use_reentrant=False)
