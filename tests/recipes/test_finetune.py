@@ -22,8 +22,9 @@ def test_two_ranks_train_the_same_adapters_as_one(ranks, tmp_path, models):
     )
     assert difference < 1e-6
     assert_same_metrics(one, two, rel=1e-5)
-    # Seeds 0 to 4: SEEDS instead of 5.5e7. A truncated model understands no text; adapters correct the worst errors.
-    assert two["perplexity/trained"] < two["perplexity/untrained"] / 1.5
+    # A truncated model understands no text; its adapters learn to correct the worst errors. Seeds 0 to 4: 2.06e7 2.08e7
+    # 2.07e7 2.07e7 2.24e7 instead of 5.55e7.
+    assert two["perplexity/trained"] < two["perplexity/untrained"] / 2.2
     folder = tmp_path / "two" / "step-00000008"
     names = json.loads((folder / "index.json").read_bytes())
     assert all(".lora_" in name for name in names if name.startswith("model/"))
