@@ -52,6 +52,11 @@ def is_fsdp1(module: object) -> bool:
     return _is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
+def count_changes(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place, by which autograd knows it, too."""
+    return tensor._version  # pyright: ignore[reportPrivateUsage]
+
+
 def _is_instance(value: object, module: str, name: str) -> bool:
     """Whether a value is an instance of a class; without its module, which takes long to import, there is none."""
     return isinstance(value, getattr(sys.modules.get(module), name, ()))

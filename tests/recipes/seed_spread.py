@@ -22,7 +22,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["XDG_CACHE_HOME"] = temporary
-        models = truncated_models(Path(temporary)) if {"distill", "latent_adapter"} & {
+        models = truncated_models(Path(temporary)) if {"distill", "finetune", "latent_adapter"} & {
             SMALL_RUNS[name][0] for name in arguments.runs
         } else {}  # fmt: skip
         for name in arguments.runs:

@@ -168,6 +168,7 @@ BAD = [
     ("cfg_diffusion", "--passes", "-3", 1),
     ("cfg_diffusion", "--width", "8", 16),
     ("distill", "--held-out", "2", 3),
+    ("finetune", "--rank", "0", 1),
     ("latent_adapter", "--latents", "0", 1),
     ("lightning_images", "--num-workers", "-1", 0),
     ("progressive_images", "--size", "4", 8),

@@ -10,7 +10,7 @@ from tests.conftest import REPOSITORY
 
 KNOWN = sorted(path.stem for path in (REPOSITORY / "recipes").glob("*.py"))
 # Recipes that read no model from a file: SmolLM2 and MiniLM take some seconds more.
-QUICK = [name for name in KNOWN if name not in ("distill", "latent_adapter")]
+QUICK = [name for name in KNOWN if name not in ("distill", "finetune", "latent_adapter")]
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,13 @@ def test_a_recipe_with_a_frozen_model_can_be_planned(name, own, capsys, models):
         return  # gradients flow through the student's frozen embeddings, which the planner cannot tell from a teacher
     reason = "gradients flow through the frozen parts, and run.teacher computes no gradients"
     assert unsupported["sharded"] == (reason if name == "latent_adapter" else None)
+
+
+@pytest.mark.slow
+def test_a_recipe_with_adapters_can_be_planned(capsys, models):
+    found = plan(capsys, "finetune", "--model", str(models[2]), "--rank", "4")
+    trainable, frozen = (sum(found["model"][kind].values()) for kind in ("trainable", "frozen"))
+    assert 0 < 100 * trainable < frozen
 
 
 @pytest.mark.slow

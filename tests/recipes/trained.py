@@ -39,6 +39,7 @@ SMALL_RUNS: dict[str, tuple[str, dict[str, object]]] = {
         {"mode": "logits", "teacher": Path("1"), "top_k": 20, "teacher_dtype": "bfloat16", "width": 64, "layers": 1,
          "gradient_checkpointing": True, "count": 96, "held_out": 21, "length": 12},
     ),
+    "finetune": ("finetune", {"model": Path("2"), "count": 128, "held_out": 21, "length": 12, "dropout": 0.2}),
     "latent_adapter_truncated": (
         "latent_adapter",
         {"models": [Path("1"), Path("2")], "count": 160, "held_out": 12, "length": 10},
@@ -71,7 +72,8 @@ def train(name: str, folder: Path, options: dict[str, object]) -> tuple[dict[str
     last: dict[str, float] = {}
     for record in read_metrics(folder / "metrics.jsonl", by_step=True):
         last |= {name: value for name, value in record.items() if not name.startswith(WAIT_PREFIX)}
-    return torch.load(folder / "weights.pt", weights_only=True), last
+    weights, adapter = folder / "weights.pt", folder / "adapter" / "adapter_model.safetensors"
+    return torch.load(weights, weights_only=True) if weights.exists() else load_file(adapter), last
 
 
 def train_on_one_and_two(ranks, run: tuple[str, dict[str, object]], folder: Path, **second_options: object):

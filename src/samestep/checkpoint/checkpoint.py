@@ -16,6 +16,7 @@ from typing import Final
 
 from samestep.checkpoint import checkpoint_folder
 from samestep.checkpoint.checkpoint_folder import Retention
+from samestep.checkpoint.export import pretrained_to_json
 from samestep.checkpoint.manifest import HistoryEntry, Manifest, disk_error
 from samestep.checkpoint.parts import Parts, Tensors, describe_state_error, encode, get_rng_state, rng_tensor_name
 from samestep.checkpoint.save import BackgroundSave
@@ -285,6 +286,8 @@ class Checkpoint(StepCallback):
         current = HistoryEntry(context.world.size, self._first_step, context.progress.steps, versions)
         if ledger:
             summary["ledger"] = ledger
+        if context.world.is_main and (pretrained := pretrained_to_json(self.parts.models)):
+            summary["pretrained"] = pretrained
         if preempted:
             summary[checkpoint_folder.NUMBERED_ON_PREEMPTION] = True
         # The manifest is strict JSON, without NaN.

@@ -1,7 +1,8 @@
 """The parts of a checkpoint: the state of models, optimizers and other objects, and of the random number generators.
 
 Parameters are saved under their names in your module, without the prefixes of wrappers, and optimizer state under the
-names of its parameters instead of their positions. So the state fits any world size and strategy.
+names of its parameters instead of their positions. So the state fits any world size and strategy. With
+`trainable_only`, the frozen tensors of a model are left out, and their checksums are saved instead.
 
 State is encoded as JSON and named tensors, and decoded without executing code from the file. A value of a type that
 JSON does not have becomes an object with a type tag: {"~": "tuple", "v": [1, 2]}. Tensors are collected under their
@@ -14,6 +15,7 @@ import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Protocol
 
@@ -25,6 +27,9 @@ from torch.optim.optimizer import Optimizer
 
 from samestep.checkpoint.tensor_storage import DTYPE_NAMES, Index
 from samestep.errors import CheckpointError, SamestepError
+from samestep.parallel.fsdp import full_tensor
+from samestep.parallel.submodules import frozen_tensor_names
+from samestep.torch_private import count_changes
 
 Tensors = dict[str, torch.Tensor]
 GetTensor = Callable[[str], torch.Tensor]
@@ -36,6 +41,7 @@ _DEVICE_OPTIONS: Final = ("foreach", "fused", "capturable")
 _TAG: Final = "~"
 _RNG_PREFIX: Final = "rng"
 _RNG_BYTES: Final = 4096  # the stored state has a multiple of this size
+_CHECKSUM_BLOCK: Final = 1 << 18  # integers at a time, which fit into the cache of a CPU
 
 
 class Stateful(Protocol):
@@ -53,7 +59,12 @@ class Stateful(Protocol):
 class Parts:
     """The objects that run.checkpoint received, by name; `unwrap` returns the user's module of a wrapped model."""
 
-    def __init__(self, given: Mapping[str, Stateful], unwrap: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(
+        self,
+        given: Mapping[str, Stateful],
+        unwrap: Callable[[nn.Module], nn.Module],
+        trainable_only: bool = False,
+    ) -> None:
         for name, part in given.items():
             missing = [
                 method for method in ("state_dict", "load_state_dict") if not callable(getattr(part, method, None))
@@ -64,7 +75,11 @@ class Parts:
                     "object that has both methods"
                 )
         self._parts = {name: unwrap(part) if isinstance(part, nn.Module) else part for name, part in given.items()}
-        self._models = {name: part for name, part in self._parts.items() if isinstance(part, nn.Module)}
+        self.models = {name: part for name, part in self._parts.items() if isinstance(part, nn.Module)}
+        """The models among them, as your modules."""
+        self.frozen = {name: FrozenTensors(name, model) for name, model in self.models.items() if trainable_only}
+        """By model, the tensors that are left out."""
+        self._left_out: list[tuple[FrozenTensor, torch.Tensor]] = []  # by the checkpoint that is being loaded
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -92,8 +107,9 @@ class Parts:
                 f"{'it' if len(missing) == 1 else 'them'} out of run.checkpoint, or start in another folder"
             )
         targets: Tensors = {}
+        self._left_out = []
         # models first: if the model differs, its error message is the helpful one
-        names = sorted(self._parts, key=lambda name: name not in self._models)
+        names = sorted(self._parts, key=lambda name: name not in self.models)
         states = {name: self._allocate(name, values[name], index, targets) for name in names}
 
         def load() -> None:
@@ -102,24 +118,40 @@ class Parts:
 
         return targets, load
 
+    def frozen_differences(self) -> list[str]:
+        """Return how frozen tensors differ from those that the checkpoint of `prepare_load` left out.
+
+        Like `describe_frozen` it is a collective if a frozen tensor is sharded.
+        """
+        return [each for entry, tensor in self._left_out for each in frozen_difference(entry, tensor)]
+
+    def describe_frozen(self) -> None:
+        """Compute the checksums of the tensors that checkpoints will leave out, unless that is done."""
+        for frozen in self.frozen.values():
+            frozen.describe()
+
     def _state_of(self, name: str) -> dict[str, object]:
         part = self._parts[name]
         if isinstance(part, Optimizer):
             return _optimizer_state(part, _parameter_names(part, name, self._parameters()))
         if isinstance(part, nn.Module):
-            unwrapped = _unwrapped_names(part)
-            return {unwrapped(key): value for key, value in part.state_dict().items()}
+            left_out = self.frozen[name].describe() if name in self.frozen else {}
+            return {**model_state(part), **left_out}
         return dict(part.state_dict())
 
     def _allocate(self, name: str, value: Any, index: Index, targets: Tensors) -> object:
         """Add a tensor to `targets` for each tensor of this part, and return its state with them."""
         part = self._parts[name]
         current: Tensors = {}
-        encode(self._state_of(name), name, current)
         if isinstance(part, nn.Module):
-            _check_same_parameters(name, current, set(tensor_names(value)), index)
-            targets.update(current)
+            encode(model_state(part), name, current)
+            left_out = frozen_tensors(value)
+            shapes = {each: index[each].shape for each in tensor_names(value)}
+            _check_same_parameters(name, current, shapes | {each: entry.shape for each, entry in left_out.items()})
+            self._left_out += [(entry, current[each]) for each, entry in left_out.items()]
+            targets.update({each: tensor for each, tensor in current.items() if each not in left_out})
             return decode(value, current.__getitem__)
+        encode(self._state_of(name), name, current)
         templates: Mapping[str, torch.Tensor | None] = current
         if isinstance(part, Optimizer):  # before its first step it has no state: use the layout of the parameters
             parameters, prefix = self._parameters(), f"{name}/state/"
@@ -139,17 +171,19 @@ class Parts:
             _load_optimizer_state(part, name, _parameter_names(part, name, self._parameters()), state)
             return
         if isinstance(part, nn.Module):
-            unwrapped = _unwrapped_names(part)
+            unwrapped = unwrapped_names(part)
             keys = {unwrapped(key): key for key in part.state_dict()}
             state = {keys.get(key, key): value for key, value in state.items()}
         part.load_state_dict(state)
+        if name in self.frozen:
+            self.frozen[name].forget()
 
     def _parameters(self) -> Tensors:
         """The parameters of all models, as `part/name`."""
         return {
             f"{name}/{unwrapped(key)}": parameter
-            for name, model in self._models.items()
-            for unwrapped in [_unwrapped_names(model)]
+            for name, model in self.models.items()
+            for unwrapped in [unwrapped_names(model)]
             for key, parameter in model.named_parameters()
         }
 
@@ -172,7 +206,13 @@ def _is_user_object(part: Stateful) -> bool:
 # Models
 
 
-def _unwrapped_names(module: nn.Module) -> Callable[[str], str]:
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model under the names of your module, without the prefixes of wrappers."""
+    unwrapped = unwrapped_names(model)
+    return {unwrapped(key): value for key, value in model.state_dict().items()}
+
+
+def unwrapped_names(module: nn.Module) -> Callable[[str], str]:
     """Return a function that removes the prefixes of DDP and torch.compile inside the module from a name."""
     wrappers = [(f"{path}." if path else "", _wrapper_prefix(child)) for path, child in module.named_modules()]
     # innermost first
@@ -194,21 +234,124 @@ def _wrapper_prefix(module: nn.Module) -> str | None:
     return "_orig_mod" if hasattr(module, "_orig_mod") else None  # importing torch.compile's class takes seconds
 
 
-def _check_same_parameters(part: str, current: Tensors, saved: set[str], index: Index) -> None:
+def _check_same_parameters(part: str, current: Tensors, saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise if names or shapes differ; `saved` are the shapes in the checkpoint."""
     differences: list[str] = []
-    for name in sorted(current.keys() | saved):
+    for name in sorted(current.keys() | saved.keys()):
         short = name.removeprefix(f"{part}/")
         if name not in saved:
             differences.append(f"{short} is only in the model")
         elif name not in current:
             differences.append(f"{short} is only in the checkpoint")
-        elif (shape := index[name].shape) != tuple(current[name].shape):
+        elif (shape := saved[name]) != tuple(current[name].shape):
             differences.append(f"{short} is {shape} in the checkpoint and {tuple(current[name].shape)} in the model")
     if differences:
         more = f" and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
         raise CheckpointError(
             f"the checkpoint was saved with a different {part}: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}; "
             "pass another folder to run.checkpoint, or build the model as it was"
+        )
+
+
+# Frozen tensors of models
+
+
+@dataclass(frozen=True)
+class FrozenTensor:
+    """A tensor that a checkpoint leaves out, and what the same tensor of a later run must have in common with it."""
+
+    name: str  # as "model/embedding.weight"
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+
+class FrozenTensors:
+    """The frozen tensors of a model: frozen parameters, and buffers of submodules without a trainable parameter.
+
+    A model without any trainable parameter, such as a moving average, has none: it is saved in full.
+    """
+
+    def __init__(self, part: str, model: nn.Module) -> None:
+        self._part, self._model = part, model
+        self._names = frozen_tensor_names(model)
+        self._described: dict[str, FrozenTensor] = {}
+        self._changes: dict[str, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def forget(self) -> None:
+        """Compute the checksums again for the next checkpoint, since the model was loaded."""
+        self._described = {}
+
+    def describe(self) -> dict[str, FrozenTensor]:
+        """Return each frozen tensor by its name in your module; raises if one has changed since the last call."""
+        model = self._model
+        named = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+        changes = {name: (id(named[name]), count_changes(named[name])) for name in self._names}
+        if not self._described:
+            unwrapped = unwrapped_names(model)
+            self._described = {
+                unwrapped(name): _describe_frozen(f"{self._part}/{unwrapped(name)}", named[name])
+                for name in self._names
+            }
+        elif changed := [name for name in self._names if changes[name] != self._changes[name]]:
+            raise CheckpointError(
+                f"{self._part} has {len(changed)} frozen tensor(s) that were changed after run.checkpoint, and "
+                f"checkpoints with trainable_only=True do not contain them: {', '.join(changed[:_MAX_DIFFERENCES])}; "
+                "leave out trainable_only, or do not change frozen tensors"
+            )
+        self._changes = changes
+        return self._described
+
+
+def _describe_frozen(name: str, tensor: torch.Tensor) -> FrozenTensor:
+    return FrozenTensor(name, str(tensor.dtype), tuple(tensor.shape), tensor_checksum(tensor))
+
+
+def tensor_checksum(tensor: torch.Tensor) -> str:
+    """Return a checksum of the values in their order, the same on every device; of a sharded tensor a collective.
+
+    >>> tensor_checksum(torch.tensor([1.0, 2.0])) == tensor_checksum(torch.tensor([2.0, 1.0]))
+    False
+    """
+    full = full_tensor(tensor).detach()
+    words = full.contiguous().view(-1).view(torch.uint8)
+    words = words.view(torch.int32) if words.numel() % 4 == 0 else words
+    total = torch.zeros((), dtype=torch.int64, device=full.device)
+    weights = torch.arange(1, 2 * _CHECKSUM_BLOCK, 2, dtype=torch.int64, device=full.device)
+    for at, block in enumerate(words.split(_CHECKSUM_BLOCK)):
+        values = block.to(torch.int64)  # products and sums wrap around
+        total += 2 * at * _CHECKSUM_BLOCK * values.sum() + values.mul_(weights[: len(block)]).sum()
+    return f"{int(total) % (1 << 64):016x}"
+
+
+def frozen_tensors(value: object) -> dict[str, FrozenTensor]:
+    """Return the frozen tensors in the encoded state of a model, by name."""
+    entries = value.values() if isinstance(value, dict) else ()
+    found = [entry["v"] for entry in entries if isinstance(entry, dict) and entry.get(_TAG) == "frozen"]
+    return {name: FrozenTensor(name, dtype, tuple(shape), checksum) for name, dtype, shape, checksum in found}
+
+
+def frozen_difference(entry: FrozenTensor, tensor: torch.Tensor) -> list[str]:
+    """Return how a tensor differs from the one that a checkpoint left out: one text, or none."""
+    short = entry.name.partition("/")[2]
+    if str(tensor.dtype) != entry.dtype:
+        return [f"{short} is {tensor.dtype} here and {entry.dtype} there"]
+    return [] if tensor_checksum(tensor) == entry.checksum else [f"{short} has other values"]
+
+
+def check_frozen(differences: list[str], remedy: str) -> None:
+    """Raise if a tensor that the checkpoint left out is another one here."""
+    if differences:
+        more = f" and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
+        raise CheckpointError(
+            "the checkpoint contains only trainable tensors, and frozen tensors differ from those that it was trained "
+            f"with: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}; {remedy}"
         )
 
 
@@ -441,6 +584,11 @@ _TYPES: Final[dict[type, tuple[str, _Encode, _Decode]]] = {
     torch.dtype: ("dtype", _to_text, _decode_dtype),
     torch.device: ("device", _to_text, lambda v, _: torch.device(v)),
     torch.Size: ("Size", _encode_items, lambda v, _: torch.Size(v)),
+    FrozenTensor: (
+        "frozen",
+        lambda v, _path, _tensors: [v.name, v.dtype, list(v.shape), v.checksum],
+        lambda v, get: get(v[0]),  # the tensor of the model, which already has its values
+    ),
 }
 """For each exact type that JSON does not have: its tag, its encoder and its decoder."""
 

@@ -1,4 +1,4 @@
-"""Read checkpoints: restore the newest valid one on any world size, or export its model as one file.
+"""Read checkpoints: restore the newest valid one on any world size.
 
 Every rank reads its slices of sharded tensors from the files of all ranks. Tensors that all ranks hold in full are
 divided: each is read by one rank. The RNG states are restored only on the world size on which they were saved.
@@ -8,43 +8,37 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from numbers import Integral
 from pathlib import Path
 
 from samestep.checkpoint.checkpoint import Checkpoint
-from samestep.checkpoint.checkpoint_folder import Retention, check_latest, find_newest_valid, list_newest_first
+from samestep.checkpoint.checkpoint_folder import Retention, check_latest, list_newest_first
 from samestep.checkpoint.folder_lock import acquire
 from samestep.checkpoint.manifest import (
     STATE_FILE,
     CorruptCheckpoint,
     Manifest,
-    disk_error,
     read_manifest,
     verify_files,
-    write_verified,
 )
 from samestep.checkpoint.parts import (
     Parts,
     Stateful,
     Tensors,
+    check_frozen,
     describe_state_error,
     rng_tensor_name,
     set_rng_state,
-    tensor_names,
 )
 from samestep.checkpoint.tensor_storage import (
     CheckpointReader,
-    FileEntry,
     Index,
     broadcast_tensors,
     divide_reads,
     read_full_tensor,
     read_index,
-    safetensors_blocks,
 )
 from samestep.context import RunContext
-from samestep.disk import fsync_folder
 from samestep.distributed.once import run_on_every_rank
 from samestep.environment.world import World
 from samestep.errors import CheckpointError, SamestepError
@@ -65,7 +59,12 @@ def resolve_folder(folder: str | Path) -> Path:
 
 
 def restore(
-    context: RunContext, folder: Path, keep: int, keep_best: str | None, given: Mapping[str, Stateful]
+    context: RunContext,
+    folder: Path,
+    keep: int,
+    keep_best: str | None,
+    trainable_only: bool,
+    given: Mapping[str, Stateful],
 ) -> Checkpoint:
     """Load the newest valid checkpoint in `folder` into the parts, if there is one; a collective."""
     if not isinstance(keep, Integral) or keep < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
@@ -80,12 +79,20 @@ def restore(
     if reserved := sorted(set(given) & set(own)):
         raise CheckpointError(f"run.checkpoint uses the name {reserved[0]!r} itself: pass this part under another name")
     parts = Parts(
-        {**given, **own}, lambda module: wrapped.inner if (wrapped := context.find_wrapped(module)) else module
+        {**given, **own},
+        lambda module: wrapped.inner if (wrapped := context.find_wrapped(module)) else module,
+        trainable_only,
     )
+    if trainable_only and not any(map(len, parts.frozen.values())):
+        context.warn_once(
+            "trainable_only=True of run.checkpoint has no effect: no model that it received has both trainable and "
+            "frozen parameters"
+        )
     context.once(_lock, context, folder)
     found, corrupt = _find_newest_valid(context, folder)
     if found is None:
         reason = f"none of {len(corrupt)} checkpoint(s) in {folder} is valid" if corrupt else f"none in {folder} yet"
+        parts.describe_frozen()
         # raise before training, and not at the first save, if the state cannot be saved
         run_on_every_rank(context.comm, _OPERATION, CheckpointError, parts.state, describe=describe_state_error)
         message = f"checkpoint: {reason}, training starts at step 0"
@@ -148,6 +155,8 @@ def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> 
     index, targets, load = run_on_every_rank(
         comm, _OPERATION, CheckpointError, _prepare, parts, path, manifest, describe=describe
     )
+    differences, remedy = parts.frozen_differences(), "build the model from the same weights and in the same dtype"
+    run_on_every_rank(comm, _OPERATION, CheckpointError, check_frozen, differences, remedy, describe=describe)
     in_full = {name: tensor for name, tensor in targets.items() if not is_dtensor(tensor)}
     readers: dict[str, int] = {}
     if len(set(comm.exchange_objects(_OPERATION, _digest(manifest, in_full)))) == 1:  # all see the same files
@@ -162,6 +171,7 @@ def _load(context: RunContext, parts: Parts, path: Path, manifest: Manifest) -> 
     run_on_every_rank(
         comm, _OPERATION, CheckpointError, _set_state, context, load, path, manifest, index, describe=describe
     )
+    parts.describe_frozen()
     steps = comm.exchange_objects(_OPERATION, context.progress.steps)
     if len(set(steps)) > 1:
         raise CheckpointError(
@@ -198,41 +208,3 @@ def _describe(path: Path, manifest: Manifest, corrupt: int, world_size: int) -> 
     saved = manifest.history[-1].world_size
     ranks = f"{saved} rank(s)" if saved == world_size else f"{saved} rank(s), now {world_size}"
     return f"checkpoint: restored step {manifest.step} from {path} (the newest{newer}; saved on {ranks})"
-
-
-def export_model(folder: Path, target: Path, part: str | None = None) -> dict[str, object]:
-    """Write a model of the newest valid checkpoint to `target`, and return a summary of it.
-
-    `part` is the name of the model, if the checkpoint has several. One full tensor is in memory at a time.
-    """
-    path, manifest = find_newest_valid(folder)
-    models = [name for name, kind in manifest.parts.items() if kind == "model"]
-    name = part or (models[0] if len(models) == 1 else None)
-    if name not in models:
-        found = f"no model {part!r}" if part else f"{len(models)} models"
-        raise CheckpointError(f"{path} has {found}: choose one with --part, of {', '.join(models) or 'none'}")
-    if target.exists():
-        raise CheckpointError(f"{target} already exists: choose another file with --to, or remove it")
-    if not target.parent.is_dir():
-        raise CheckpointError(f"the folder {target.parent} of --to does not exist: create it, or choose another --to")
-    state = json.loads((path / STATE_FILE).read_bytes())[name]
-    index = read_index(path, manifest.files)
-    entries: list[FileEntry] = []
-    for tensor_name in tensor_names(state):
-        tensor = index[tensor_name]
-        load = partial(read_full_tensor, path, tensor)
-        entries.append(FileEntry(tensor_name.removeprefix(f"{name}/"), tensor.dtype, tensor.shape, load))
-    size = _write_model(target, entries)
-    return {"checkpoint": str(path), "step": manifest.step, "file": str(target), "tensors": len(entries), "bytes": size}
-
-
-def _write_model(target: Path, entries: list[FileEntry]) -> int:
-    temporary = target.with_name(f"{target.name}.part")
-    try:
-        temporary.unlink(missing_ok=True)
-        size = write_verified(temporary, safetensors_blocks(entries)).bytes
-        temporary.rename(target)
-        fsync_folder(target.parent)
-    except OSError as error:
-        raise disk_error(error, f"writing {target}") from error
-    return size

@@ -63,29 +63,51 @@ def verify(context: click.Context, folder: Path, as_json: bool) -> None:
     context.exit(0 if valid else 1)
 
 
-@command.command(short_help="Write the unsharded weights to one safetensors file.")
+@command.command(short_help="Write the unsharded weights to one safetensors file, or a Hugging Face folder.")
 @_FOLDER
 @click.option(
     "--to",
     "target",
     type=click.Path(path_type=Path),
-    default=Path("model.safetensors"),
-    show_default=True,
-    help="The file to write.",
+    default=None,
+    help="The file or folder to write.  [default: model.safetensors, or the folder model]",
 )
 @click.option("--part", default=None, help="The name of the model, if the checkpoint has several.")
+@click.option("--pretrained", is_flag=True, help="Write a Hugging Face folder, with configuration and tokenizer.")
+@click.option("--merge", is_flag=True, help="Write a Hugging Face folder with peft adapters added to the weights.")
+@click.option(
+    "--base",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=None,
+    help="The Hugging Face folder that training started from, with the tokenizer and the frozen weights.  [default: "
+    "the one that the checkpoint names]",
+)
 @_JSON
-def export(folder: Path, target: Path, part: str | None, as_json: bool) -> None:
-    """Write the unsharded weights to one safetensors file that torch and transformers load."""
-    from samestep.checkpoint.restore import export_model  # imports torch
+def export(
+    folder: Path, target: Path | None, part: str | None, pretrained: bool, merge: bool, base: Path | None, as_json: bool
+) -> None:
+    """Write the unsharded weights to one safetensors file that torch and transformers load.
 
-    summary = export_model(folder, target, part)
+    With --pretrained, write a folder as `save_pretrained` does. An adapter of peft is written without the base model,
+    or with --merge as whole weights.
+    """
+    from samestep.checkpoint.export import export_model, export_pretrained  # imports torch
+
+    if pretrained or merge or base is not None:
+        summary = export_pretrained(folder, target or Path("model"), part, base, merge)
+    else:
+        summary = export_model(folder, target or Path("model.safetensors"), part)
+    source = f"step {summary['step']} ({summary['checkpoint']})"
     if as_json:
         click.echo(json.dumps(summary, indent=2))
+    elif "folder" in summary:
+        click.echo(f"{summary['folder']}: {summary['files']}, of {source}")
     else:
         size = format_bytes(float(str(summary["bytes"])))
-        source = f"step {summary['step']} ({summary['checkpoint']})"
         click.echo(f"{summary['file']}: {summary['tensors']} tensors, {size}, of {source}")
+        if summary["frozen"]:
+            left_out = f"The checkpoint does not contain {summary['frozen']} frozen tensors"
+            click.echo(f"{left_out}: add --pretrained or --merge for a whole model of transformers")
 
 
 def _verify(paths: list[Path]) -> dict[Path, str | None]:

@@ -36,6 +36,8 @@ from samestep.data.sample_rng import SampleContext
 from samestep.errors import DataError, StateError
 from samestep.messages import info
 
+_STAGES: Final = "_ex_iterable"  # the stages of a stream of Hugging Face datasets, which are not public
+
 
 def is_sharded(dataset: Any) -> bool:
     """Return whether a dataset has `num_shards` and `shard(i)`; a `shard` with more arguments does not count."""
@@ -47,7 +49,16 @@ def is_sharded(dataset: Any) -> bool:
 
 
 def _is_stateful(dataset: object) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return has_state and not _has_shuffle_buffer(getattr(dataset, _STAGES, None))
+
+
+def _has_shuffle_buffer(reader: Any) -> bool:
+    """Whether a stream of Hugging Face datasets shuffles: the records in its buffer are not in its state."""
+    if reader is None or "BufferShuffled" in type(reader).__name__:
+        return reader is not None
+    stages = (getattr(reader, "ex_iterable", None), *(getattr(reader, "ex_iterables", None) or ()))
+    return any(map(_has_shuffle_buffer, stages))
 
 
 def check_stream(dataset: Any) -> None:
@@ -130,9 +141,12 @@ class StreamPartition(IterableDataset[StreamStep]):
                 "drop_last out, or remove num_shards from the dataset and yield everything in its __iter__"
             )
         if self.rank == 0 and self._replayed_steps:
+            remedy = "implement seek(position), or state_dict() and load_state_dict(), to avoid that"
+            if hasattr(self.dataset, "load_state_dict"):
+                remedy = "its state does not contain the records in its shuffle buffer, which would be lost"
             info(
                 f"{type(self.dataset).__name__} cannot seek: to resume at step {self.start_step} it is read from its "
-                "beginning (implement seek(position), or state_dict() and load_state_dict(), to avoid that)"
+                f"beginning ({remedy})"
             )
 
     def __iter__(self) -> Iterator[StreamStep]:
@@ -229,6 +243,8 @@ class StreamPartition(IterableDataset[StreamStep]):
                 dataset.seek(position)
             elif _is_stateful(dataset) and self.start_state is not None:
                 dataset.load_state_dict(self.start_state)
+            elif _is_stateful(dataset) and hasattr(dataset, _STAGES):
+                dataset.load_state_dict(None)  # otherwise it starts again at a state that was loaded before
             with keyed_globals(Purpose.OPEN_STREAM, self.seed, self.epoch) as seed_globals, hide_worker():
                 seed_globals(0)
                 return iter(self.dataset)

@@ -12,7 +12,7 @@ from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
 from samestep.parallel.materialize import ModelWeights, children_first
 from samestep.parallel.submodules import frozen_parts, repeated_blocks
-from samestep.torch_private import reduce_unused_as_zeros
+from samestep.torch_private import is_dtensor, reduce_unused_as_zeros
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -135,6 +135,17 @@ def _hybrid_mesh(comm: Communicator, device: torch.device) -> DeviceMesh:
     groups = [comm.new_subgroup(ranks.T.tolist()), comm.new_subgroup(ranks.tolist())]
     names = tuple(f"{name}_{group.group_name}" for name, group in zip(("replicate", "shard"), groups, strict=True))
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
+
+
+def full_tensor(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The full tensor of a sharded one, a collective; or the tensor itself.
+
+    `device` is that of training if the shards may be in host memory, where not every backend gathers them.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    shards = tensor.detach() if device is None else tensor.detach().to(device)
+    return shards.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]  # a DTensor, which torch types as a Tensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

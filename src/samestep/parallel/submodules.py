@@ -66,6 +66,20 @@ def frozen_names(model: nn.Module, parts: dict[str, nn.Module]) -> list[str]:
     return [name for name, tensor in named if id(tensor) in inside]
 
 
+def frozen_tensor_names(model: nn.Module) -> list[str]:
+    """Names in the state dict that training does not change; tied ones each, and none if no parameter is trainable.
+
+    These are the frozen parameters, and the buffers of submodules whose parameters are all frozen.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        return []
+    buffers = {id(buffer) for part in frozen_parts(model).values() for buffer in part.buffers()}
+    saved = model.state_dict(keep_vars=True)
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    return [name for name, tensor in saved.items() if name in frozen or id(tensor) in buffers]
+
+
 def keep_frozen_in_eval(model: nn.Module, parts: dict[str, nn.Module]) -> None:
     """Put frozen parts into evaluation mode, now and before every forward pass, also after `model.train()`."""
     if not parts:
@@ -116,5 +130,9 @@ def _outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[
 def _recompute(forward: Callable[..., object], /, *inputs: object, **kwargs: object) -> object:
     if not torch.is_grad_enabled():
         return forward(*inputs, **kwargs)
+    cache = kwargs.get("past_key_values")
+    if callable(length := getattr(cache, "get_seq_length", None)) and not length():
+        # models of transformers create one also in training, and both passes would add their keys and values to it
+        kwargs["past_key_values"] = None
     # keyword arguments are bound, since some of their names are options of `checkpoint`
     return checkpoint(partial(forward, **kwargs) if kwargs else forward, *inputs, use_reentrant=False)

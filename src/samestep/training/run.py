@@ -208,13 +208,20 @@ class Run(Collectives):
         )
 
     def checkpoint(
-        self, folder: str | Path, *, keep: int = 3, keep_best: str | None = None, **parts: "Stateful"
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 3,
+        keep_best: str | None = None,
+        trainable_only: bool = False,
+        **parts: "Stateful",
     ) -> "Checkpoint":
         """Restore `parts` (model=, optimizer=, train=, ...) from the newest valid checkpoint in `folder`, if any.
 
         The returned object saves them there from now on, and no other run may write to the folder until this one ends.
         The `keep` newest checkpoints are kept, and with `keep_best="val/accuracy"` the one with the best value that was
-        logged before its save.
+        logged before its save. With `trainable_only`, for example to train LoRA adapters, checkpoints contain only the
+        checksums of frozen weights, and a restart raises if it has others.
         """
         from samestep.checkpoint.restore import resolve_folder, restore
 
@@ -222,9 +229,22 @@ class Run(Collectives):
         if (comparison := comparison_folder()) is not None:
             path = comparison / "checkpoints" / path.name
         self._lifecycle.move_folder(path)
-        checkpoint = restore(context, path, keep, keep_best, parts)
+        checkpoint = restore(context, path, keep, keep_best, trainable_only, parts)
         self._lifecycle.checkpoint_folders.append(path)
         return checkpoint
+
+    def save_pretrained(
+        self, model: nn.Module, folder: str | Path, *, tokenizer: object = None, merge: bool = False
+    ) -> None:
+        """Write a model of transformers or peft as its `save_pretrained` does; call it on every rank.
+
+        Rank 0 gathers sharded weights in its host memory, writes the folder, and replaces one that holds a model. The
+        `tokenizer` is one of transformers or a folder; default: the folder that the model was loaded from. Of a model
+        of peft the folder holds the adapter; with `merge`, the weights of the base model with the adapter added.
+        """
+        from samestep.checkpoint.export import save_pretrained
+
+        save_pretrained(self._lifecycle.context, model, folder, tokenizer, merge)
 
     def teacher(
         self,
