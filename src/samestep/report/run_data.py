@@ -71,7 +71,7 @@ class Start:
     @property
     def _is_running(self) -> bool:
         if self.fields["host"] == gethostname():
-            return process_runs(self.fields["pid"], self.fields["started_from_boot"])
+            return process_runs(self.fields.get("pid", 0), self.fields.get("started_from_boot", -1.0))
         return time.time() - self.until < _SILENT_SECONDS
 
 
@@ -109,6 +109,11 @@ class RunData:
     def name(self) -> str:
         """The name of the folder."""
         return self.folder.name or str(self.folder)
+
+    @cached_property
+    def attempts(self) -> list[Start]:
+        """The starts as the launcher saw them, of a script without a Run: all ranks start and end together."""
+        return _attempts(self.launches)
 
     @property
     def first(self) -> Start:
@@ -239,6 +244,29 @@ def _starts(events: Sequence[Record], written: Numbers) -> list[Start]:
         last = int(np.searchsorted(written, later))
         until = max(own[-1]["time"], float(written[last - 1]) if last else 0.0)
         found.append(Start(own[0], own, until))
+    return found
+
+
+def _attempts(launches: Sequence[Record]) -> list[Start]:
+    """One start per attempt of the launcher of the first node, which lasts until a failure or its launcher's end."""
+    own = [event for event in launches if event["host"] == launches[0]["host"]]
+    launch: Record = {}
+    found = list[Start]()
+    for index, event in enumerate(own):
+        launch = event if event["event"] == "launch" else launch
+        if event["event"] != "attempt":
+            continue
+        later = own[index + 1 :]
+        until = next((at for at, each in enumerate(later) if each["event"] in ("attempt", "launch")), len(later))
+        ends = [each for each in later[:until] if each["event"] in ("failure", "stopped", "end")]
+        status = "finished"
+        if ends and ends[0]["event"] != "end":
+            status = "failed" if ends[0]["event"] == "failure" else "stopped"
+        elif ends and ends[0]["code"]:
+            status = "failed"
+        end = [{"event": "end", "time": ends[0]["time"], "status": status, "steps": 0}] if ends else []
+        last = end or later[until - 1 : until] or [event]
+        found.append(Start({**launch, **event, "ranks": event["world_size"]}, (event, *end), last[0]["time"]))
     return found
 
 

@@ -2,7 +2,7 @@
 // Draws the charts of a report. The data is in the element "chart-data"; uPlot is above this script.
 (() => {
   const data = JSON.parse(document.getElementById("chart-data").textContent);
-  const HEIGHT = 230, TALL = 320; // of a chart, and of the first one
+  const HEIGHT = 230, TALL = 320, SMALL = 180; // of a chart, of the first one, and of one of many
   const FEW = 60; // points of a curve that are drawn as points, too
   const COLORS = 8; // of runs and ranks, in page.css
   const state = { x: "step", log: false, smoothing: 0 };
@@ -13,7 +13,13 @@
   const runColor = (number) => color(`--run-${number % COLORS}`);
   const rankColor = (number) => color(`--rank-${number % COLORS}`);
   const font = `12px ${getComputedStyle(document.body).fontFamily}`;
-  const format = (value) => (value == null ? "–" : Number(value.toPrecision(7)).toString());
+
+  function format(value) {
+    if (value == null) return "–";
+    const short = Number(value.toPrecision(7)), size = Math.abs(short);
+    if (size && (size < 1e-3 || size >= 1e15)) return short.toExponential();
+    return short.toLocaleString("en", { useGrouping: size >= 1e4, maximumFractionDigits: 10 });
+  }
 
   function formatTick(value) {
     const size = Math.abs(value);
@@ -121,19 +127,19 @@
     const isTime = built.x === "time";
     const last = Math.max(...chart.series.map((series) => series[built.x]?.at(-1) ?? -Infinity));
     const formatX = (value, step) => (value == null ? "–" : isTime ? duration(value, step) : value.toLocaleString("en"));
-    const fromZero = { min: { soft: 0, mode: 1 }, max: { pad: 0.1, mode: 2 } }; // so that noise does not look like a leak
+    const fromZero = (u, least, most) => [Math.min(0, least), most > 0 ? most * 1.15 : 1]; // noise must not look like a leak
     const plot = new uPlot(
       {
         width: Math.max(240, element.clientWidth),
-        height: element.closest(".wide") ? TALL : HEIGHT,
-        padding: [12, 12, 0, 0],
+        height: element.closest(".wide") ? TALL : element.closest(".small") ? SMALL : HEIGHT,
+        padding: [12, 24, 0, 0],
         scales: { x: { time: false }, y: { distr: built.log ? 3 : 1, ...(chart.x === "time" && !built.log ? { range: fromZero } : {}) } },
         series: [{ label: built.x, value: (_, value, series, at) => formatX(at == null ? last : value) }, ...built.lines],
         axes: [
           { ...axis, values: (_, ticks) => ticks.map((tick) => formatX(tick, ticks[1] - ticks[0])), label: isTime ? "time since the start" : "step", labelSize: 18, labelGap: 0, size: 32 },
           { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : formatTick(tick))) },
         ],
-        legend: { markers: { width: 3 } },
+        legend: { markers: { width: 0, fill: (u, index) => built.lines[index - 1]?.stroke } },
         cursor: { sync: { key: built.x }, drag: { x: true, y: false } },
         hooks: { draw: [(u) => drawMarks(u, chart, built), (u) => drawLost(u, chart, built.x)] },
       },
@@ -170,6 +176,9 @@
       const width = ctx.measureText(mark.text).width;
       const left = at + gap + width <= right ? at + gap : at - gap - width;
       if (left < free) continue;
+      ctx.fillStyle = color("--card"); // behind the text, over the curves
+      ctx.fillRect(left - gap / 2, bbox.top, width + gap, 15 * devicePixelRatio);
+      ctx.fillStyle = ctx.strokeStyle;
       ctx.fillText(mark.text, left, bbox.top + 11 * devicePixelRatio);
       free = left + width + gap;
     }
@@ -235,6 +244,7 @@
       const title = figure.querySelector("figcaption").textContent.toLowerCase();
       figure.hidden = !words.every((word) => title.includes(word));
     }
+    for (const group of document.querySelectorAll(".group")) group.hidden = !group.querySelector("figure:not([hidden])");
   });
   controls?.addEventListener("submit", (event) => event.preventDefault());
   controls?.querySelectorAll("input[name=x]").forEach((input) =>
