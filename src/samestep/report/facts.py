@@ -113,7 +113,8 @@ def _code(run: RunData) -> str:
     code = next((event for start in reversed(run.starts) for event in start.named("code")), None)
     if code is None:
         return ""
-    state = {True: ", dirty: uncommitted changes", False: ", clean"}.get(code.get("is_changed"), "")
+    changed = code.get("is_changed")  # None if git took too long
+    state = "" if changed is None else ", dirty: uncommitted changes" if changed else ", clean"
     branch = f" on {code['branch']}" if code.get("branch") not in (None, "", "HEAD") else ""
     return f"commit {code['commit'][:_COMMIT_DIGITS]}{branch}{state}"
 

@@ -20,7 +20,7 @@ def page_head(runs: Sequence[RunData], names: Sequence[str]) -> Markup:
     facts = [facts_of(run) for run in runs]
     if len(runs) == 1:
         tiles = tiles_of(runs[0])
-        shown = {name: text for name, text in facts[0].items() if name not in _IN_TILES}
+        shown = {name: text for name, text in facts[0].items() if name not in _IN_TILES and tiles.get(name) != text}
         return join([*title, _verdict(runs[0]), definitions(tiles.items(), "tiles"), _fact_list(shown)])
     verdicts = [
         element("div", element("h3", swatch(number), " ", name), _verdict(run))
@@ -61,7 +61,9 @@ def _verdict(run: RunData) -> Markup:
     verdict = describe_run(run)
     pill = element("span", verdict.status.capitalize(), class_=f"status {verdict.status}")
     rest = verdict.sentence[len(verdict.status) :].lstrip(".: ")
-    cause = element("p", verdict.cause, class_="cause" if verdict.is_good else "cause differs") if verdict.cause else None
+    cause = (
+        element("p", verdict.cause, class_="cause" if verdict.is_good else "cause differs") if verdict.cause else None
+    )
     lost = [element("p", text, class_="cause differs") for text in lost_values(run)]
     return join([element("p", pill, " ", rest, class_="verdict"), cause, *lost])
 

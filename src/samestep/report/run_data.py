@@ -250,24 +250,25 @@ def _starts(events: Sequence[Record], written: Numbers) -> list[Start]:
 def _attempts(launches: Sequence[Record]) -> list[Start]:
     """One start per attempt of the launcher of the first node, which lasts until a failure or its launcher's end."""
     own = [event for event in launches if event["host"] == launches[0]["host"]]
+    begins = [index for index, event in enumerate(own) if event["event"] in ("launch", "attempt")]
     launch: Record = {}
     found = list[Start]()
-    for index, event in enumerate(own):
-        launch = event if event["event"] == "launch" else launch
-        if event["event"] != "attempt":
+    for begin, stop in zip(begins, [*begins[1:], len(own)], strict=True):
+        first, *later = own[begin:stop]
+        if first["event"] == "launch":
+            launch = first
             continue
-        later = own[index + 1 :]
-        until = next((at for at, each in enumerate(later) if each["event"] in ("attempt", "launch")), len(later))
-        ends = [each for each in later[:until] if each["event"] in ("failure", "stopped", "end")]
-        status = "finished"
-        if ends and ends[0]["event"] != "end":
-            status = "failed" if ends[0]["event"] == "failure" else "stopped"
-        elif ends and ends[0]["code"]:
-            status = "failed"
-        end = [{"event": "end", "time": ends[0]["time"], "status": status, "steps": 0}] if ends else []
-        last = end or later[until - 1 : until] or [event]
-        found.append(Start({**launch, **event, "ranks": event["world_size"]}, (event, *end), last[0]["time"]))
+        end = next((event for event in later if event["event"] in ("failure", "stopped", "end")), None)
+        events = [first] if end is None else [first, {**end, "event": "end", "status": _end_of_attempt(end)}]
+        until = end or own[stop - 1]
+        found.append(Start({**launch, **first, "ranks": first["world_size"]}, tuple(events), float(until["time"])))
     return found
+
+
+def _end_of_attempt(event: Record) -> str:
+    if event["event"] == "end":
+        return "failed" if event["code"] else "finished"
+    return "failed" if event["event"] == "failure" else "stopped"
 
 
 def best_checkpoints(found: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:

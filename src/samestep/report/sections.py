@@ -135,19 +135,13 @@ def differences(
         return section("difference", "Differences", element("p", text), *lone)
     compared = [(name, number, each) for name, number, each in found if is_result(name)]
     sentences = [element("p", _difference_text(compared, names)), *_shorter_runs(runs, names), *lone]
-    headings = [
-        "metric",
-        "run",
-        "common steps",
-        "equal",
-        "largest difference",
-        "at step",
-        "largest relative",
-        "at step ",
-    ]
-    rows = [_difference_row(name, names[number], each) for name, number, each in found]
-    shown = table(f"Differences from {names[0]}", headings, rows, numbers=headings[2:])
-    note = element("p", "Absolute differences at the steps that both runs have.", class_="note") if charts else None
+    numbers = ["common steps", "equal", "largest difference", "at step", "largest relative", "at step "]
+    several = bool(names[2:])
+    rows = [[name, *([names[number]] if several else []), *_difference_cells(each)] for name, number, each in found]
+    caption = f"Differences of {names[1]} from {names[0]}" if not several else f"Differences from {names[0]}"
+    shown = table(caption, ["metric", *(["run"] if several else []), *numbers], rows, numbers=numbers)
+    text = "Absolute differences at the steps that both runs have, with a ring around the largest."
+    note = element("p", text, class_="note") if charts else None
     return section("difference", "Differences", *sentences, shown, note, chart_grid(charts))
 
 
@@ -249,11 +243,11 @@ def _radio(value: str, text: str, checked: bool) -> Markup:
     return element("label", element("input", type="radio", name="x", value=value, checked=checked), f" {text}")
 
 
-def _difference_row(name: str, run: str, each: Difference) -> list[Content]:
+def _difference_cells(each: Difference) -> list[Content]:
     equal = int((each.values == 0).sum())
     differs = bool(each.largest)
     return [
-        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.step:,}" if differs else "",
+        f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.step:,}" if differs else "",
         f"{each.relative:.1e}" if differs else "0", f"{each.relative_step:,}" if differs else "",
     ]  # fmt: skip
 

@@ -96,9 +96,8 @@ def rank_hours(run: RunData) -> float:
 
 def has_gpus(run: RunData) -> bool:
     """Whether its ranks have GPUs."""
-    return any(
-        start.fields["backend"] == "nccl" or "gpu_percent" in record for start in run.starts for record in run.times[:1]
-    )
+    has_nccl = any(start.fields["backend"] == "nccl" for start in run.starts)
+    return has_nccl or any("gpu_percent" in record for record in run.times[:1])
 
 
 def _steps_text(steps: int) -> str:
@@ -138,7 +137,9 @@ def _without_run(run: RunData) -> Verdict:
         return Verdict("finished", f"Finished after {seconds}.", script)
     if run.launches:
         status = run.attempts[-1].status if run.attempts else "unknown"
-        return Verdict(status, {"running": f"Running for {seconds} so far."}.get(status, f"{status.capitalize()}."), script)
+        return Verdict(
+            status, {"running": f"Running for {seconds} so far."}.get(status, f"{status.capitalize()}."), script
+        )
     status = str(run.summary.get("status"))
     status = status if status in _STATUSES else "unknown"
     return Verdict(

@@ -70,7 +70,7 @@
   }
 
   function label(chart, series) {
-    const run = isCompared ? data.names[series.run] : "";
+    const run = isCompared && chart.x !== "time" ? data.names[series.run] : ""; // which the title has
     return [run, series.label].filter(Boolean).join(" ") || chart.title;
   }
 
@@ -141,7 +141,7 @@
         ],
         legend: { markers: { width: 0, fill: (u, index) => built.lines[index - 1]?.stroke } },
         cursor: { sync: { key: built.x }, drag: { x: true, y: false } },
-        hooks: { draw: [(u) => drawMarks(u, chart, built), (u) => drawLost(u, chart, built.x)] },
+        hooks: { draw: [(u) => drawMarks(u, chart, built), (u) => drawLost(u, chart, built.x), (u) => drawLargest(u, chart)] },
       },
       built.columns,
       element,
@@ -199,6 +199,23 @@
         const at = u.valToPos(series[x]?.[index] ?? NaN, "x", true);
         if (at >= bbox.left && at <= bbox.left + bbox.width) ctx.fillRect(at - devicePixelRatio, bottom - 8 * devicePixelRatio, 2 * devicePixelRatio, 8 * devicePixelRatio);
       }
+    }
+    ctx.restore();
+  }
+
+  // A ring around the largest difference of each run.
+  function drawLargest(u, chart) {
+    const { ctx, bbox } = u;
+    ctx.save();
+    ctx.lineWidth = 2 * devicePixelRatio;
+    for (const series of chart.isDifference ? chart.series : []) {
+      const largest = series.value.indexOf(series.value.reduce((one, other) => Math.max(one, other ?? 0), 0));
+      const at = u.valToPos(series.step[largest], "x", true), y = u.valToPos(series.value[largest], "y", true);
+      if (at < bbox.left || at > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = runColor(series.run);
+      ctx.beginPath();
+      ctx.arc(at, y, 6 * devicePixelRatio, 0, 2 * Math.PI);
+      ctx.stroke();
     }
     ctx.restore();
   }
