@@ -84,7 +84,7 @@ def test_events_that_other_programs_have_written_are_left_out(samestep, run):
     with (run / "events.jsonl").open("ab") as file:
         file.write(b'{"event": "start"}\n{"time": 3}\n{"event": 7, "time": 8}\n[]\n{"event": "new", "time": 5}\n\xff\n')
         file.write(
-        file.write(b'{"event": "code", "time": 6, "commit": "a1b2"}\n')
+            b'{"event": "code", "time": 6, "commit": "a1b2"}\n'
             b'{"event": "checkpoint", "time": 6}\n{"event": "model", "time": 7, "model": "Net"}\n'
         )
     with (run / "times.jsonl").open("ab") as file:

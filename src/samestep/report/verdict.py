@@ -11,7 +11,6 @@ from samestep.report.curves import largest_step
 from samestep.report.run_data import RunData, Start
 from samestep.report.run_records import Record
 
-
 _STATUSES: Final = ("finished", "failed", "preempted", "stopped")  # of an end, and in summary.json
 _LAUNCHER_SECONDS: Final = 60.0  # that a launcher may need to report a failure after rank 0 has ended
 _PAST: Final = {"killed": "was killed", "preempted": "was preempted", "stopped": "was stopped", "running": "was killed"}
