@@ -253,7 +253,7 @@ def _attempts(launches: Sequence[Record]) -> list[Start]:
     begins = [index for index, event in enumerate(own) if event["event"] in ("launch", "attempt")]
     launch: Record = {}
     found = list[Start]()
-    for begin, stop in zip(begins, [*begins[1:], len(own)], strict=True):
+    for begin, stop in zip(begins, [*begins[1:], len(own)], strict=False):
         first, *later = own[begin:stop]
         if first["event"] == "launch":
             launch = first
