@@ -5,6 +5,9 @@
   const HEIGHT = 230, TALL = 320, SMALL = 180; // of a chart, of the first one, and of one of many
   const FEW = 60; // points of a curve that are drawn as points, too
   const COLORS = 8; // of runs and ranks, in page.css
+  const STEP_TICKS = Array.from({ length: 15 }, (_, n) => [1, 2, 5].map((digit) => digit * 10 ** n)).flat();
+  const TIME_TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30,
+    ...[1, 2, 5, 10, 15, 30, 60, 120, 240, 480, 720].map((minutes) => 60 * minutes), ...STEP_TICKS.map((days) => 86400 * days)];
   const state = { x: "step", log: false, smoothing: 0 };
   const plots = new Map();
   const isCompared = data.names.length > 1;
@@ -136,8 +139,8 @@
         scales: { x: { time: false }, y: { distr: built.log ? 3 : 1, ...(chart.x === "time" && !built.log ? { range: fromZero } : {}) } },
         series: [{ label: built.x, value: (_, value, series, at) => formatX(at == null ? last : value) }, ...built.lines],
         axes: [
-          { ...axis, values: (_, ticks) => ticks.map((tick) => formatX(tick, ticks[1] - ticks[0])), label: isTime ? "time since the start" : "step", labelSize: 18, labelGap: 0, size: 32 },
-          { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : formatTick(tick))) },
+          { ...axis, values: (_, ticks) => ticks.map((tick) => formatX(tick, ticks[1] - ticks[0])), incrs: isTime ? TIME_TICKS : STEP_TICKS, label: isTime ? "time since the start" : "step", labelSize: 18, labelGap: 0, size: 32 },
+          { ...axis, size: (u, texts) => Math.max(62, 18 + 7.5 * Math.max(...(texts ?? []).map((text) => text.length))), values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : formatTick(tick))) },
         ],
         legend: { markers: { width: 0, fill: (u, index) => built.lines[index - 1]?.stroke } },
         cursor: { sync: { key: built.x }, drag: { x: true, y: false } },
