@@ -62,7 +62,7 @@ class FileLogger(Callback):
             self._loggers[1].print(f"{name}: {trained:,} trainable parameters, {trainer.world_size} rank(s)")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record from which checkpoint training goes on."""
+        """Record from which checkpoint training resumes."""
         if trainer.ckpt_path:
             self._record("restored", checkpoint=str(trainer.ckpt_path), step=trainer.global_step, corrupt=[])
 

@@ -146,7 +146,7 @@ def marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _mark_text(before: Start, start: Start) -> str:
-    """That the run went on, and on how many ranks if that has changed."""
+    """That the run continued, and on how many ranks if that has changed."""
     word = "resumed" if start.named("restored") else "started again"
     ranks = f"{before.ranks} \u2192 {start.ranks} rank{'s' * (start.ranks != 1)}"
     return f"{word}, {ranks}" if start.ranks != before.ranks else word

@@ -104,7 +104,7 @@ def _steps_text(steps: int) -> str:
 
 
 def _restarts_text(starts: Sequence[Start]) -> str:
-    """How earlier starts ended, and on how many ranks the run went on; begins with a space."""
+    """How earlier starts ended, and on how many ranks the run continued; begins with a space."""
     if len(starts) == 1:
         return ""
     ended = Counter(_PAST.get(start.status, start.status) for start in starts[:-1])
