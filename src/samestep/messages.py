@@ -135,6 +135,22 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
+def format_span(seconds: float) -> str:
+    """Format a time span with its two largest units, for text.
+
+    >>> format_span(83.4), format_span(7500), format_span(200_000), format_span(0.042)
+    ('1 min 23 s', '2 h 5 min', '2 d 7 h', '42 ms')
+    """
+    if seconds < 9.5:
+        return f"{seconds:.1f} s" if seconds >= 1 else format_seconds(seconds) if seconds else "0 s"
+    left, parts = round(seconds), list[str]()
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append(f"{count} {unit}")
+    return " ".join(part for part in parts[:2] if not part.startswith("0 "))
+
+
 def format_seconds(seconds: float) -> str:
     """Format a short time with three digits.
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from samestep import read_metrics
+from samestep.report.facts import facts_of
+from samestep.report.run_data import read_run
+from samestep.report.verdict import describe_run
 from tests.launch.launched import wait_for
 from tests.lightning.trained import closing, loader, make_trainer, regression
 
@@ -60,6 +63,17 @@ def test_the_summary_of_a_failed_run_says_so(ranks, tmp_path):
     (error,) = ranks.errors(1, fit_logged, str(tmp_path), True)
     assert "ZeroDivisionError" in error
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    assert describe_run(read_run(tmp_path)).text.endswith("ZeroDivisionError: division by zero")
+
+
+def test_a_report_shows_what_a_trainer_did(ranks, tmp_path):
+    ranks(2, fit_logged, str(tmp_path))
+    run = read_run(tmp_path)
+    assert (describe_run(run).status, run.last.ranks) == ("finished", 2)
+    facts = facts_of(run)
+    assert (facts["global batch"], facts["seed"], facts["steps"]) == ("8", "0", "8")
+    assert facts["model"] == "Regression, 49 parameters"
+    assert [event["step"] for event in run.last.named("evaluation")] == [3, 7]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(ranks, tmp_path):

@@ -33,9 +33,9 @@ def finished_run(folder, of=lambda step: math.exp(-step / 30)):
 def test_the_page_of_a_finished_run(open_page, tmp_path):
     folder = finished_run(tmp_path / "first")
     page = open_page(page_of(folder, out=tmp_path / "report.html"))
-    assert "Finished: 90 steps in 1:30." in page.text("header")
+    assert "Finished after 90 steps in 1 min 30 s." in page.text("header")
     facts = page.text("header")
-    for text in ("train.py --lr 0.1", "2 x NVIDIA H200", "Net, 1,234,567 parameters", "ddp", "bf16, tf32", "256",
+    for text in ("train.py --lr 0.1", "2 \u00d7 NVIDIA H200", "Net, 1,234,567 parameters", "ddp", "bf16, tf32", "256",
                  "64 rows per rank, 2 per step", "0.05"):  # fmt: skip
         assert text in facts, text
     assert page.colored_pixels("train/loss") > 300
@@ -67,13 +67,27 @@ def test_two_runs_are_compared_with_their_largest_difference_and_where_it_is(ope
     assert "the largest relative difference is 1.0e-07: train/loss of 2-ranks at step 37" in text
     assert "among 91 values at common steps" in text
     rows = page.page.locator("#difference tbody tr").all_inner_texts()
-    assert any(row.split()[:5] == ["test/accuracy", "2-ranks", "1", "1", "0"] for row in rows)
+    assert any(row.split()[:4] == ["test/accuracy", "1", "1", "0"] for row in rows)
     assert len(page.data()["charts"]["train/loss"]["series"]) == 2
     legend = page.chart("train/loss").locator(".u-legend").inner_text()
     assert "1-rank" in legend
     assert "2-ranks" in legend
     assert page.colored_pixels("difference train/loss") > 0
-    assert page.page.get_by_role("table", name="Facts about the runs").is_visible()
+    assert "Equal in all runs" in page.text("header")
+
+
+def test_facts_that_differ_stand_beside_each_other_and_those_that_should_not_are_red(open_page, tmp_path):
+    runs = [
+        write_run(tmp_path / name, [start(ranks=ranks, seed=seed), FINISHED], losses(range(5)))
+        for name, ranks, seed in (("a", 1, 3), ("b", 2, 4))
+    ]
+    page = open_page(page_of(*runs, out=tmp_path / "report.html"))
+    rows = page.page.get_by_role("table", name="What differs between the runs").locator("tbody tr").all_inner_texts()
+    assert [row.split("\t") for row in rows] == [
+        ["GPU-hours", "0.025", "0.05"], ["ranks", "1 on gpu-07", "2 on gpu-07"], ["seed", "3", "4"],
+    ]  # fmt: skip
+    assert page.page.locator(".differs").all_inner_texts() == ["4"]
+    assert "256" in page.text(".facts")
 
 
 def test_equal_runs_are_called_equal_bit_by_bit(tmp_path):
@@ -96,11 +110,11 @@ def test_a_failed_run_shows_its_cause_first_with_the_report_and_a_link_to_the_lo
     assert page.page.locator("#failures a").get_attribute("href") == "logs"
     ends = page.page.locator(".timeline rect.failed")
     assert [end.get_attribute("data-tip") for end in ends.all()] == [
-        "0:20 on 2 ranks, failed",
-        "0:15 on 2 ranks, exit code 1",
+        "20 s on 2 ranks, failed",
+        "15 s on 2 ranks, exit code 1",
     ]
     ends.last.hover()
-    assert page.text(".tip") == "0:15 on 2 ranks, exit code 1"
+    assert page.text(".tip") == "15 s on 2 ranks, exit code 1"
 
 
 def test_restarts_are_marked_in_curves_and_in_the_timeline(open_page, tmp_path):
@@ -108,8 +122,8 @@ def test_restarts_are_marked_in_curves_and_in_the_timeline(open_page, tmp_path):
               event("end", 130, status="finished", steps=70)]  # fmt: skip
     metrics = losses(range(60)) + losses(range(40, 70), seconds=lambda step: 60 + step)
     page = open_page(page_of(write_run(tmp_path / "run", events, metrics), out=tmp_path / "report.html"))
-    assert page.data()["marks"] == [{"run": 0, "step": 40, "time": 100, "text": "start 2: 2 to 1 rank"}]
-    assert "in 2 starts, on 2 and 1 ranks" in page.text("header")
+    assert page.data()["marks"] == [{"run": 0, "step": 40, "time": 100, "text": "resumed, 2 \u2192 1 rank"}]
+    assert "Before, it was killed; it resumed on 1 rank instead of 2." in page.text("header")
     assert page.page.locator(".timeline rect.killed").count() == 2
     assert page.page.locator(".timeline rect.finished").count() == 1
     page.page.get_by_text("events as a list").click()
@@ -194,7 +208,7 @@ def test_tables_and_pictures_have_names_for_screen_readers(open_page, tmp_path):
 
 def test_a_live_run_says_so(open_page, tmp_path):
     page = open_page(page_of(write_run(tmp_path / "run", [running()], losses(range(5))), out=tmp_path / "report.html"))
-    assert "Running: 5 steps in 0:04 so far." in page.text("header")
+    assert "Running 5 steps in 4.0 s so far." in page.text("header")
     assert "A run was still running: make the page again to see more." in page.text("footer")
 
 

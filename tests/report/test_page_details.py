@@ -4,7 +4,7 @@ import pytest
 
 from samestep.report.page import build_page, write_report
 from samestep.report.run_data import read_run
-from tests.report.run_folders import BEGIN, event, losses, start, times, write_run
+from tests.report.run_folders import BEGIN, event, losses, start, times, write_lines, write_run
 
 pytestmark = pytest.mark.slow
 GIB = 2**30
@@ -44,7 +44,7 @@ def test_the_slowest_rank_is_named_with_what_it_spends_its_time_on(show):
     assert expected + "most of it in data." in page.text("#time")
     page.page.locator(".bar").nth(2).locator(".part-data").hover()
     assert page.text(".tip") == "rank 1: data 16 ms, 16.0%"
-    page.page.get_by_text("By rank: run").click()
+    page.page.locator("summary", has_text="Time per step by rank, run").click()
     rows = [row.split() for row in page.page.locator("details tbody tr").all_inner_texts()]
     assert ["rank", "1", "30", "ms", "50", "ms", "4", "ms", "16", "ms"] in rows
 
@@ -88,7 +88,7 @@ def test_values_that_are_not_finite_are_counted_marked_and_shown_at_the_pointer(
     metrics[5]["train/loss"] = None
     metrics += [{"step": step, "time": BEGIN + step, "lost": None, "infinite": {"lost": 1}} for step in range(11)]
     page = show([start(), FINISHED], metrics)
-    assert "1 of 11 values are NaN or infinite, the first at step 5" in page.text("#curves")
+    assert "1 of 11 values NaN or infinite, the first at step 5" in page.text("#curves")
     assert page.hover("train/loss", 0.5) == {"step": "5", "train/loss": "nan"}
     assert page.hover("lost", 0.5)["lost"] == "inf"
     assert page.colored_pixels("lost") > 0  # the marks of values that no axis can show
@@ -204,6 +204,54 @@ def test_many_charts_can_be_filtered(show):
     page = show([start(), FINISHED], metrics)
     page.page.get_by_label("filter metrics").fill("VAL 17")
     assert page.page.locator("#curves figcaption:visible").all_inner_texts() == ["val/17"]
+
+
+def test_charts_of_many_metrics_are_grouped_by_the_first_part_of_their_names_in_the_order_of_numbers(show):
+    values = {"train/loss": 1.0, **{f"layers/{n}/norm": 1.0 for n in (10, 9, 8, 7, 6, 5, 4, 3, 2, 1)}}
+    page = show([start(), FINISHED], [{"step": step, "time": BEGIN + step, **values} for step in range(3)])
+    assert page.page.locator(".group > summary").all_inner_texts() == ["train (1)", "layers (10)"]
+    titles = page.page.locator(".group").last.locator("figcaption").all_inner_texts()
+    assert titles == [f"layers/{n}/norm" for n in range(1, 11)]
+    page.page.get_by_label("filter metrics").fill("layers")
+    assert page.page.locator(".group:visible").count() == 1
+
+
+def test_a_loss_that_was_not_finite_is_part_of_the_head(show):
+    metrics = losses(range(11))
+    metrics[5]["train/loss"] = None
+    page = show([start(), FINISHED], metrics)
+    assert "train/loss was NaN or infinite at 1 of 11 steps, first at step 5." in page.text("header")
+
+
+@pytest.mark.parametrize(
+    ("is_changed", "text"),
+    [(True, "commit 0123456789ab on main, dirty: uncommitted changes"), (False, "commit 0123456789ab on main, clean")],
+)
+def test_the_head_has_the_commit_and_whether_it_was_dirty(tmp_path, is_changed, text):
+    code = event("code", 1, commit="0123456789abcdef", branch="main", is_changed=is_changed)
+    folder = write_run(tmp_path / "run", [start(), code, FINISHED], losses(range(5)))
+    assert f"<dd>{text}</dd>" in build_page([read_run(folder)], tmp_path / "report.html")
+
+
+def test_hangs_and_out_of_memory_restarts_are_in_the_timeline_of_a_script_without_a_run(open_page, tmp_path):
+    launches = [
+        event("launch", 0, command=["plain.py"], ranks=2),
+        event("attempt", 1, attempt=0, world_size=2, pids={"0": 7, "1": 8}),
+        event("failure", 10, cause="rank 1: out of memory", report="", ranks_ended=[
+            {"rank": 1, "time": BEGIN + 9, "how": "out of memory"}]),
+        event("out_of_memory", 10),
+        event("attempt", 11, attempt=1, world_size=2, pids={"0": 9, "1": 10}),
+        event("hang", 30, summary="rank 1 is at train.py:7", culprits=[1], report="hang/1.txt"),
+        event("end", 40, code=1),
+    ]  # fmt: skip
+    write_lines(tmp_path / "plain" / "logs" / "launcher-gpu-07.jsonl", launches)
+    page = open_page(write_report([read_run(tmp_path / "plain")], tmp_path / "report.html"))
+    lanes = page.page.locator(".timeline .lane > span").all_inner_texts()
+    assert lanes == ["rank 0", "rank 1", "restarts", "out of memory", "hangs", "failures", "time"]
+    tips = page.page.locator(".timeline rect.end").evaluate_all("all => all.map(each => each.dataset.tip)")
+    assert tips == ["9.0 s on 2 ranks, failed", "29 s on 2 ranks, failed", "8.0 s on 2 ranks, out of memory",
+                    "29 s on 2 ranks, failed"]  # fmt: skip
+    assert "Failed with exit code 1." in page.text("header")
 
 
 def test_links_lead_to_the_sections(show):

@@ -80,13 +80,13 @@ def metrics(folder, name):
 def test_one_and_two_ranks_are_the_same_and_every_sample_counted_once(finished, open_page, samestep, tmp_path):
     code, out, _ = samestep("report", *finished, "--out", tmp_path / "both.html")
     assert code == 0
-    assert "1-ranks: Finished: 60 steps in " in out
+    assert "1-ranks: Finished after 60 steps in " in out
     assert f"report: {tmp_path / 'both.html'} (" in out
     page = open_page(tmp_path / "both.html")
     difference = page.page.locator("#difference tbody tr").all_inner_texts()
     loss = next(row.split() for row in difference if row.startswith("train/loss"))
-    assert loss[2] == "60"
-    assert float(loss[6]) < 1e-12
+    assert loss[1] == "60"
+    assert float(loss[5]) < 1e-12
     assert page.text("#data").count("The ledger proves that every sample counted exactly once.") == 2
     for number, folder in enumerate(finished):
         series = page.data()["charts"]["train/loss"]["series"][number]
@@ -144,10 +144,10 @@ def test_a_killed_run_has_all_but_its_last_second_and_its_resumption_is_marked(o
     assert start_run(tmp_path, 1, "out").finish().code == 0
     assert samestep("report", out)[0] == 0
     page = open_page(out / "report.html")
-    assert "Finished: 60 steps in " in page.text("header")
-    assert "in 2 starts, on 2 and 1 ranks (killed before)." in page.text("header")
+    assert "Finished after 60 steps in " in page.text("header")
+    assert "Before, it was killed; it resumed on 1 rank instead of 2." in page.text("header")
     (mark,) = page.data()["marks"]
-    assert mark["text"] == "start 2: 2 to 1 rank"
+    assert mark["text"] == "resumed, 2 \u2192 1 rank"
     assert mark["step"] % 10 == 0  # a checkpoint is saved at the end of an epoch
     assert page.page.locator(".timeline rect.killed").count() == 2
     assert page.page.locator(".timeline rect.finished").count() == 1

@@ -32,7 +32,7 @@ def test_the_page_is_written_into_the_folder_of_the_run_or_the_current_one(sames
     monkeypatch.chdir(tmp_path)
     code, out, err = samestep("report", "first")
     assert (code, err) == (0, "")
-    assert out.startswith("first: Finished: 90 steps in 1:30.\nreport: ")
+    assert out.startswith("first: Finished after 90 steps in 1 min 30 s.\nreport: ")
     assert (run / "report.html").is_file()
     assert samestep("report", run, run)[0] == 0
     assert (tmp_path / "report.html").is_file()
@@ -83,13 +83,16 @@ def test_what_is_no_metrics_file_is_one_line(samestep, tmp_path):
 def test_events_that_other_programs_have_written_are_left_out(samestep, run):
     with (run / "events.jsonl").open("ab") as file:
         file.write(b'{"event": "start"}\n{"time": 3}\n{"event": 7, "time": 8}\n[]\n{"event": "new", "time": 5}\n\xff\n')
-        file.write(b'{"event": "checkpoint", "time": 6}\n{"event": "model", "time": 7, "model": "Net"}\n')
+        file.write(
+            b'{"event": "code", "time": 6, "commit": "a1b2"}\n'
+            b'{"event": "checkpoint", "time": 6}\n{"event": "model", "time": 7, "model": "Net"}\n'
+        )
     with (run / "times.jsonl").open("ab") as file:
         file.write(b'{"step": 3}\n{"step": 4, "time": 5, "steps": 1, "seconds": "x", "phases": []}\n')
     write_lines(run / "logs" / "launcher-a.jsonl", [{"event": "failure"}, {"event": "hang", "time": 9}])
     code, out, err = samestep("report", run)
     assert (code, err) == (0, "")
-    assert out.startswith("first: Finished: 90 steps in 1:30.\n")
+    assert out.startswith("first: Finished after 90 steps in 1 min 30 s.\n")
 
 
 DAMAGED = (

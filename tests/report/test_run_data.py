@@ -1,9 +1,12 @@
 """The state of a run from its folder: finished, failed, killed, preempted, running; and folders without a run."""
 
+import json
 import os
+from socket import gethostname
 
 import pytest
 
+from samestep.environment.processes import seconds_from_boot
 from samestep.errors import ReportError
 from samestep.report.run_data import read_run
 from samestep.report.verdict import active_seconds, describe_run, failures, rank_hours, steps_done
@@ -16,7 +19,7 @@ def test_a_finished_run(tmp_path):
     run = read_run(write_run(tmp_path / "first", [start(), FINISHED], losses(range(90))))
     assert run.name == "first"
     verdict = describe_run(run)
-    assert (verdict.status, verdict.text) == ("finished", "Finished: 90 steps in 1:30.")
+    assert (verdict.status, verdict.text) == ("finished", "Finished after 90 steps in 1 min 30 s.")
     assert verdict.is_good
     assert (steps_done(run), active_seconds(run)) == (90, 90)
     assert rank_hours(run) == pytest.approx(2 * 90 / 3600)
@@ -29,7 +32,9 @@ def test_a_run_that_was_killed_and_resumed_on_other_ranks(tmp_path):
     assert [each.status for each in run.starts] == ["killed", "finished"]
     assert run.last.first_step == 40
     assert [each.until - BEGIN for each in run.starts] == [59, 130]  # the first one ended with its last record
-    assert describe_run(run).text == "Finished: 70 steps in 1:29, in 2 starts, on 2 and 1 ranks (killed before)."
+    assert describe_run(run).text == (
+        "Finished after 70 steps in 1 min 29 s. Before, it was killed; it resumed on 1 rank instead of 2."
+    )
 
 
 def test_the_end_of_a_killed_start_is_its_last_record(tmp_path):
@@ -38,20 +43,20 @@ def test_the_end_of_a_killed_start_is_its_last_record(tmp_path):
     verdict = describe_run(run)
     assert verdict.status == "killed"
     assert verdict.text == (
-        "Killed after 31 steps in 0:30. Rank 0 wrote no end: it was killed, ran out of memory, or its node went down."
+        "Killed after 31 steps in 30 s. Rank 0 wrote no end: it was killed, ran out of memory, or its node went down."
     )
 
 
 def test_a_failed_run_has_the_cause_of_the_launcher_or_else_that_of_rank_0(tmp_path):
     end = event("end", 9, status="failed", steps=8, error="RankMissing: rank 1 has failed", traceback="Traceback ...")
     alone = read_run(write_run(tmp_path / "alone", [start(), end]))
-    assert describe_run(alone).text == "Failed after 8 steps in 0:09. RankMissing: rank 1 has failed"
+    assert describe_run(alone).text == "Failed after 8 steps in 9.0 s. RankMissing: rank 1 has failed"
     assert [each.report for each in failures(alone)] == ["Traceback ..."]
     failure = event(
         "failure", 11, cause="rank 1: ValueError: bad sample 7", report="rank 1 failed first\n...", logs="/l"
     )
     launched = read_run(write_run(tmp_path / "launched", [start(), end], launches=[failure]))
-    assert describe_run(launched).text == "Failed after 8 steps in 0:09. rank 1: ValueError: bad sample 7"
+    assert describe_run(launched).text == "Failed after 8 steps in 9.0 s. rank 1: ValueError: bad sample 7"
     assert [each.logs for each in failures(launched)] == ["/l"]
 
 
@@ -61,7 +66,9 @@ def test_how_earlier_starts_ended_is_part_of_the_verdict(tmp_path):
 
     events = [*preempted(0), *preempted(10), start(20), start(30), event("end", 40, status="finished", steps=70)]
     text = describe_run(read_run(write_run(tmp_path, events))).text
-    assert text == "Finished: 70 steps in 0:20, in 4 starts (preempted 2 times, killed before)."
+    assert text == (
+        "Finished after 70 steps in 20 s. Before, it was preempted 2 times and was killed; it started again."
+    )
 
 
 def test_a_preempted_and_a_stopped_run(tmp_path):
@@ -69,32 +76,50 @@ def test_a_preempted_and_a_stopped_run(tmp_path):
               event("end", 9, status="preempted", steps=80)]  # fmt: skip
     preempted = describe_run(read_run(write_run(tmp_path / "a", events)))
     assert preempted.status == "preempted"
-    assert preempted.text == "Preempted (SIGTERM) after 80 steps in 0:09. Start it again to resume."
+    assert preempted.text == "Preempted by SIGTERM after 80 steps in 9.0 s. Start it again to resume."
     stopped = describe_run(read_run(write_run(tmp_path / "b", [start(), event("end", 9, status="stopped", steps=5)])))
-    assert stopped.text == "Stopped by a signal after 5 steps in 0:09; nothing was saved."
+    assert stopped.text == "Stopped by a signal after 5 steps in 9.0 s; nothing was saved."
 
 
 def test_a_run_is_running_while_its_process_is_and_a_silent_one_on_another_host_has_ended(tmp_path):
     live = read_run(write_run(tmp_path / "live", [running()], losses(range(5))))
-    assert describe_run(live).text == "Running: 5 steps in 0:04 so far."
+    assert describe_run(live).text == "Running: 5 steps in 4.0 s so far."
     elsewhere = read_run(write_run(tmp_path / "far", [start(host="gpu-99", pid=os.getpid())], losses(range(5))))
     assert describe_run(elsewhere).status == "killed"
 
 
-def test_only_metrics_of_an_older_version_can_be_read(tmp_path):
+def test_only_metrics_of_an_older_version_can_be_read_and_its_summary_says_how_it_ended(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", losses(range(3)))
     run = read_run(tmp_path)
     assert list(run.curves) == ["train/loss"]
-    assert "an older version of samestep" in describe_run(run).text
+    assert describe_run(run).status == "unknown"
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "steps": 3}))
+    assert describe_run(read_run(tmp_path)).text == (
+        "Failed after 3 steps. Only its metrics are known: events.jsonl is damaged, or an older version of samestep "
+        "has written them."
+    )
+
+
+def launched(folder, *events, **fields):
+    begin = [event("launch", 0, command=["plain.py"], ranks=2, **fields), event("attempt", 1, attempt=0, world_size=2)]
+    write_lines(folder / "logs" / f"launcher-{gethostname()}.jsonl", [*begin, *events])
+    return read_run(folder)
 
 
 def test_a_script_without_a_run_has_the_events_of_its_launcher(tmp_path):
-    launches = [event("launch", 0, command=["plain.py"], ranks=2), event("end", 30, code=0)]
-    write_lines(tmp_path / "logs" / "launcher-gpu-07.jsonl", launches)
-    verdict = describe_run(read_run(tmp_path))
-    assert (verdict.status, verdict.text[:9]) == ("finished", "Finished;")
-    write_lines(tmp_path / "logs" / "launcher-gpu-07.jsonl", [*launches[:1], event("end", 30, code=3)])
-    assert describe_run(read_run(tmp_path)).text == "Failed with exit code 3."
+    run = launched(tmp_path, event("end", 31, code=0))
+    assert describe_run(run).text == (
+        "Finished after 30 s. The script has not created a Run, so only what its launcher saw is known."
+    )
+    assert [(each.ranks, each.status) for each in run.attempts] == [(2, "finished")]
+    assert rank_hours(run) == pytest.approx(60 / 3600)
+    assert describe_run(launched(tmp_path, event("end", 30, code=3))).text == "Failed with exit code 3."
+    assert describe_run(launched(tmp_path)).status == "killed"
+
+
+def test_a_script_without_a_run_is_running_as_long_as_its_launcher_is(tmp_path):
+    process = {"pid": os.getpid(), "started_from_boot": seconds_from_boot(os.getpid())}
+    assert describe_run(launched(tmp_path, **process)).text.startswith("Running for 0 s so far. The script has not ")
 
 
 def test_the_folder_of_a_launcher_leads_to_that_of_the_run(tmp_path):

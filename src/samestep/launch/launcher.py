@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from samestep.environment.processes import process_is_gone
+from samestep.environment.processes import process_is_gone, seconds_from_boot
 from samestep.environment.world import OOM_RETRIES, export, oom_retries
 from samestep.errors import OUT_OF_MEMORY, PREEMPTED, STOPPED, TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.agent import run_agent
@@ -65,7 +65,8 @@ class Launcher:
         with closing(self._events), closing(self._hangs):
             rendezvous = self._job.rendezvous
             ranks = {"ranks": self._job.processes, "nodes": [rendezvous.min_nodes, rendezvous.max_nodes]}
-            self._events.record("launch", command=hide_secrets(self._job.command[1:]), pid=os.getpid(), **ranks)
+            process = {"pid": os.getpid(), "started_from_boot": round(seconds_from_boot(os.getpid()), 2)}
+            self._events.record("launch", command=hide_secrets(self._job.command[1:]), **process, **ranks)
             try:
                 code = self._run()
             except StoppedBySignal as stop:

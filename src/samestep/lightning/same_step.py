@@ -71,7 +71,7 @@ class SameStep(Callback):
             )
         if not isinstance(global_batch, Integral):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
             raise DataError(f"global_batch is {global_batch!r} and must be an integer: pass SameStep(global_batch=256)")
-        self.unused_parameters = unused_parameters
+        self.global_batch, self.seed, self.unused_parameters = int(global_batch), seed, unused_parameters
         self.randomness = BatchRandomness(seed, batch_dim)
         self._loaders = ExactLoaders(global_batch, seed, micro_batch, drop_last, epoch_settings, self.randomness)
         self._losses: dict[int, Tensor | float] = {}

@@ -54,10 +54,10 @@ def _draw(label: str, bar: Bar, longest: float) -> Markup:
     return element("svg", *shapes)
 
 
-def legend(segments: Sequence[Segment]) -> Markup:
+def legend(segments: Sequence[Segment], title: str | None = None) -> Markup:
     """The colors of segments with their texts."""
     shown = (
         element("span", element("span", class_=f"swatch {each.style}", aria_hidden="true"), " ", each.text)
         for each in segments
     )
-    return element("p", *shown, class_="legend")
+    return element("p", element("span", title) if title else None, *shown, class_="legend")

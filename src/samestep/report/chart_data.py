@@ -1,5 +1,6 @@
 """What the charts of the page draw: the curves of one or several runs, thinned out to a size that a mail can carry."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +23,7 @@ _USAGE: Final[Mapping[str, tuple[str, float]]] = {
     "gpu_percent": ("GPU utilization, %", 1.0),
 }
 """Columns of times.jsonl: the title of their chart, and the unit."""
-_TITLES: Final = {WAIT_PREFIX.rstrip("/"): "seconds per step for which each rank makes the others wait"}
+_TITLES: Final = {WAIT_PREFIX.rstrip("/"): "wait that each rank causes, seconds per step"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _not_finite_text(runs: Sequence[RunData], names: Sequence[str]) -> str:
     if not count:
         return ""
     first = min(int(steps[0]) for steps in lost if len(steps))
-    return f"{count:,} of {sum(map(len, curves)):,} values are NaN or infinite, the first at step {first:,}"
+    return f"{count:,} of {sum(map(len, curves)):,} values NaN or infinite, the first at step {first:,}"
 
 
 def find_differences(runs: Sequence[RunData]) -> list[tuple[str, int, Difference]]:
@@ -137,16 +138,18 @@ def marks(runs: Sequence[RunData]) -> list[dict[str, Any]]:
             "run": index,
             "step": start.first_step,
             "time": round(start.time - run.first.time, 3),
-            "text": f"start {number}{_change_text(before, start)}",
+            "text": _mark_text(before, start),
         }
         for index, run in enumerate(runs)
-        for number, (before, start) in enumerate(pairwise(run.starts), 2)
+        for before, start in pairwise(run.starts)
     ]
 
 
-def _change_text(before: Start, start: Start) -> str:
-    """The new number of ranks, if it has changed."""
-    return f": {before.ranks} to {start.ranks} rank{'s' * (start.ranks != 1)}" if start.ranks != before.ranks else ""
+def _mark_text(before: Start, start: Start) -> str:
+    """That the run continued, and on how many ranks if that has changed."""
+    word = "resumed" if start.named("restored") else "started again"
+    ranks = f"{before.ranks} \u2192 {start.ranks} rank{'s' * (start.ranks != 1)}"
+    return f"{word}, {ranks}" if start.ranks != before.ranks else word
 
 
 def points_per_curve(curves: int) -> int:
@@ -154,12 +157,14 @@ def points_per_curve(curves: int) -> int:
     return max(_FEWEST_POINTS, min(_MOST_POINTS, _ALL_POINTS // max(1, curves)))
 
 
-def _rank_of_name(name: str) -> tuple[int, str]:
-    """Losses first, then results of evaluations, then the rest, and times of ranks last."""
+def _rank_of_name(name: str) -> tuple[int, list[str | int]]:
+    """Losses first, then results of evaluations, then the rest, and times of ranks last; numbers in names by size."""
     order = ("train/loss", "loss", "val", "test", "eval", "epoch")
+    parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d{1,18})", name)]
     if name.startswith(WAIT_PREFIX):
-        return 99, name
-    return next((at for at, part in enumerate(order) if name.startswith(part) or f"/{part}" in name), 50), name
+        return len(order) + 1, parts
+    known = (at for at, part in enumerate(order) if name.startswith(part) or f"/{part}" in name)
+    return next(known, len(order)), parts
 
 
 def _series(curve: Curve, number: int, run: RunData, most: int, label: str) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """The facts about a run that the head of its page shows, as names and short texts."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+import numpy as np
+
 from samestep.loggers.run_files import WAIT_PREFIX, is_learning_rate
-from samestep.messages import format_bytes, format_duration, format_list, format_seconds
+from samestep.messages import format_bytes, format_list, format_seconds, format_span
 from samestep.report.run_data import RunData
 from samestep.report.run_records import Record
 from samestep.report.time_shares import peak, sum_times
@@ -16,6 +18,7 @@ _SHOWN = 4
 _RESULTS = 3  # of evaluations
 _PER_SECOND = " samples/s"
 _COMMIT_DIGITS = _JOB_DIGITS = 12
+_LEAST_HOURS = 0.01  # of all ranks, that are shown
 
 
 def facts_of(run: RunData) -> dict[str, str]:
@@ -28,38 +31,36 @@ def facts_of(run: RunData) -> dict[str, str]:
         "code": _code(run),
         "started": _time(run.first.time),
         "duration": _duration(run),
-        "GPU-hours" if has_gpus(run) else "rank-hours": f"{rank_hours(run):.3g}",
-        "starts": str(len(run.starts)),
+        "GPU-hours" if has_gpus(run) else "rank-hours": _hours(run),
+        "starts": str(len(run.starts)) if run.starts[1:] else "",
         "ranks": _ranks(run),
-        "hardware": ", ".join(f"{count} x {name}" for name, count in last["devices"].items()),
-        "backend": last["backend"],
+        "hardware": _hardware(run),
+        "backend": last["backend"].replace("none", ""),
         "model": _models(run),
         "strategy": "; ".join(dict.fromkeys(each["strategy"] for each in run.last.named("model"))),
         "precision": _precision(last["choices"]),
-        "global batch": f"{last['global_batch']:,}",
+        "global batch": f"{last['global_batch']:,}" if last.get("global_batch") else "",
         "micro-batch": _micro_batch(run),
-        "seed": str(last["seed"]),
+        "seed": str(last["seed"]) if last.get("seed") is not None else "",
         "steps": f"{steps_done(run):,}",
         "epochs": str(run.epochs) if run.epochs else "",
         "throughput": _throughput(run),
         "peak memory": _memory(run),
         "plan": _plan(run),
         "versions": ", ".join(f"{name} {version}" for name, version in last["versions"].items()),
-        "launched by": ", job ".join(filter(None, (last["launcher"], str(last["job"] or "")[:_JOB_DIGITS]))),
+        "launched by": ", job ".join(filter(None, (last["launcher"], str(last.get("job") or "")[:_JOB_DIGITS]))),
     }
     return {name: text for name, text in facts.items() if text}
 
 
 def tiles_of(run: RunData) -> dict[str, str]:
     """The few facts that are shown first, and the last results."""
-    if not run.starts:
-        return {}
     seconds, used = active_seconds(run), peak(run.times, "memory_bytes")
     tiles = {
-        "duration": format_duration(seconds),
-        "steps": f"{steps_done(run):,}",
+        "duration": format_span(seconds) if seconds else "",
+        "steps": f"{steps_done(run):,}" if run.starts or run.curves else "",
         "samples per second": _throughput(run).removesuffix(_PER_SECOND),
-        "GPU-hours" if has_gpus(run) else "rank-hours": f"{rank_hours(run):.3g}",
+        "GPU-hours": _hours(run) if has_gpus(run) else "",
         "peak memory per GPU" if has_gpus(run) else "peak memory per process": format_bytes(used) if used else "",
     }
     found = last_metrics(run)
@@ -74,6 +75,14 @@ def is_result(name: str) -> bool:
     return name.rpartition("/")[2] not in ("samples_per_s", "memory_bytes", "seconds")
 
 
+def lost_values(run: RunData) -> Iterator[str]:
+    """A sentence about each loss that has been NaN or infinite."""
+    for name, curve in run.curves.items():
+        lost = curve.steps[~np.isfinite(curve.values)]
+        if len(lost) and "loss" in name:
+            yield f"{name} was NaN or infinite at {len(lost):,} of {len(curve):,} steps, first at step {lost[0]:,}."
+
+
 def last_metrics(run: RunData) -> dict[str, float]:
     """The last value of each metric."""
     return {name: float(curve.values[-1]) for name, curve in run.curves.items() if len(curve)}
@@ -86,12 +95,13 @@ def planned(run: RunData) -> Record | None:
 
 def _launch_facts(run: RunData) -> dict[str, str]:
     launch: Mapping[str, Any] = next((event for event in run.launches if event["event"] == "launch"), {})
-    begin, end = (run.launches[0]["time"], run.launches[-1]["time"]) if run.launches else (None, None)
     return {
         "command": shlex.join(launch.get("command", [])),
-        "started": _time(begin) if begin is not None else "",
-        "duration": format_duration(end - begin) if begin is not None and end is not None else "",
-        "ranks": str(launch.get("ranks", "")),
+        "started": _time(run.launches[0]["time"]) if run.launches else "",
+        "duration": format_span(active_seconds(run)) if run.attempts else "",
+        "starts": str(len(run.attempts)) if run.attempts[1:] else "",
+        "ranks": str(run.attempts[-1].ranks if run.attempts else launch.get("ranks", "")),
+        "epochs": str(run.epochs) if run.epochs else "",
     }
 
 
@@ -103,24 +113,36 @@ def _code(run: RunData) -> str:
     code = next((event for start in reversed(run.starts) for event in start.named("code")), None)
     if code is None:
         return ""
-    state = ", with changes that are not committed" if code["is_changed"] else ""
-    branch = f" ({code['branch']})" if code["branch"] not in (None, "", "HEAD") else ""
+    changed = code.get("is_changed")  # None if git took too long
+    state = "" if changed is None else ", dirty: uncommitted changes" if changed else ", clean"
+    branch = f" on {code['branch']}" if code.get("branch") not in (None, "", "HEAD") else ""
     return f"commit {code['commit'][:_COMMIT_DIGITS]}{branch}{state}"
 
 
 def _duration(run: RunData) -> str:
     active, whole = active_seconds(run), run.last.until - run.first.time
-    pauses = f", {format_duration(whole)} with pauses" if whole > 1.05 * active else ""
-    return f"{format_duration(active)}{pauses}"
+    pauses = f", {format_span(whole)} with pauses" if whole > 1.05 * active else ""
+    return f"{format_span(active)}{pauses}"
+
+
+def _hours(run: RunData) -> str:
+    hours = rank_hours(run)
+    return f"{hours:.3g}" if hours >= _LEAST_HOURS else f"< {_LEAST_HOURS}" if has_gpus(run) else ""
+
+
+def _hardware(run: RunData) -> str:
+    """The GPUs, with their numbers; ranks on CPUs share the cores of their nodes."""
+    devices: Mapping[str, int] = run.last.fields["devices"]
+    return ", ".join(f"{count} \u00d7 {name}" if has_gpus(run) else f"CPU: {name}" for name, count in devices.items())
 
 
 def _ranks(run: RunData) -> str:
     last = run.last.fields
     earlier = [start.ranks for start in run.starts[:-1] if start.ranks != run.last.ranks]
-    nodes = f" on {last['nodes']} nodes" if last["nodes"] > 1 else ""
+    nodes = f"{last['nodes']} nodes: " if last["nodes"] > 1 else ""
     hosts = format_list(list(last["hosts"]), _SHOWN)
-    before = f", earlier {format_list(list(dict.fromkeys(earlier)), _SHOWN)}" if earlier else ""
-    return f"{last['ranks']}{nodes} ({hosts}){before}"
+    before = f"; {format_list(list(dict.fromkeys(earlier)), _SHOWN)} before" if earlier else ""
+    return f"{last['ranks']} on {nodes}{hosts}{before}"
 
 
 def _models(run: RunData) -> str:
@@ -148,7 +170,7 @@ def _micro_batch(run: RunData) -> str:
 def _throughput(run: RunData) -> str:
     """Samples per second in the steps of all starts: the time between two steps counts, as that of evaluations."""
     shares = sum_times(run.times)
-    if shares is None or not shares.seconds:
+    if not run.starts or shares is None or not shares.seconds:
         return ""
     return f"{run.last.fields['global_batch'] * shares.steps / shares.seconds:,.0f}{_PER_SECOND}"
 

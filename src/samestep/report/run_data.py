@@ -71,7 +71,7 @@ class Start:
     @property
     def _is_running(self) -> bool:
         if self.fields["host"] == gethostname():
-            return process_runs(self.fields["pid"], self.fields["started_from_boot"])
+            return process_runs(self.fields.get("pid", 0), self.fields.get("started_from_boot", -1.0))
         return time.time() - self.until < _SILENT_SECONDS
 
 
@@ -109,6 +109,11 @@ class RunData:
     def name(self) -> str:
         """The name of the folder."""
         return self.folder.name or str(self.folder)
+
+    @cached_property
+    def attempts(self) -> list[Start]:
+        """The starts as the launcher saw them, of a script without a Run: all ranks start and end together."""
+        return _attempts(self.launches)
 
     @property
     def first(self) -> Start:
@@ -240,6 +245,30 @@ def _starts(events: Sequence[Record], written: Numbers) -> list[Start]:
         until = max(own[-1]["time"], float(written[last - 1]) if last else 0.0)
         found.append(Start(own[0], own, until))
     return found
+
+
+def _attempts(launches: Sequence[Record]) -> list[Start]:
+    """One start per attempt of the launcher of the first node, which lasts until a failure or its launcher's end."""
+    own = [event for event in launches if event["host"] == launches[0]["host"]]
+    begins = [index for index, event in enumerate(own) if event["event"] in ("launch", "attempt")]
+    launch: Record = {}
+    found = list[Start]()
+    for begin, stop in zip(begins, [*begins[1:], len(own)], strict=False):
+        first, *later = own[begin:stop]
+        if first["event"] == "launch":
+            launch = first
+            continue
+        end = next((event for event in later if event["event"] in ("failure", "stopped", "end")), None)
+        events = [first] if end is None else [first, {**end, "event": "end", "status": _end_of_attempt(end)}]
+        until = end or own[stop - 1]
+        found.append(Start({**launch, **first, "ranks": first["world_size"]}, tuple(events), float(until["time"])))
+    return found
+
+
+def _end_of_attempt(event: Record) -> str:
+    if event["event"] == "end":
+        return "failed" if event["code"] else "finished"
+    return "failed" if event["event"] == "failure" else "stopped"
 
 
 def best_checkpoints(found: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:

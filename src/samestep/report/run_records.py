@@ -19,8 +19,7 @@ _Fields = Mapping[str, type | tuple[type, ...]]
 _EVENT_FIELDS: Final[Mapping[str, _Fields]] = {
     "start": {
         "command": list, "folder": str, "versions": dict, "host": str, "pid": int, "started_from_boot": _NUMBER,
-        "ranks": int, "nodes": int, "hosts": dict, "devices": dict, "backend": str, "global_batch": int,
-        "choices": dict,
+        "ranks": int, "nodes": int, "hosts": dict, "devices": dict, "backend": str, "choices": dict, "launcher": str,
     },
     "code": {"commit": str},
     "plan": {"chosen": dict},
@@ -36,6 +35,7 @@ _EVENT_FIELDS: Final[Mapping[str, _Fields]] = {
     "end": {"status": str, "steps": int},
 }  # fmt: skip
 _LAUNCH_FIELDS: Final[Mapping[str, _Fields]] = {
+    "attempt": {"world_size": int},
     "hang": {"summary": str},
     "failure": {"cause": str, "report": str},
     "stopped": {"text": str},

@@ -50,7 +50,7 @@ def describe_row(run: RunData) -> dict[str, Any]:
         "started": run.first.time if run.starts else run.launches[0]["time"] if run.launches else None,
         "seconds": round(active_seconds(run), 3),
         "starts": len(run.starts),
-        "ranks": run.last.ranks if run.starts else None,
+        "ranks": started[-1].ranks if (started := run.starts or run.attempts) else None,
         "rank_hours": round(rank_hours(run), 6),
         "steps": steps_done(run),
         "epochs": run.epochs,

@@ -30,7 +30,8 @@ def curves(charts: Sequence[Chart], runs: Sequence[RunData], names: Sequence[str
     skipped = [_skipped_text(run, name) for run, name in zip(runs, names, strict=True) if run.skipped]
     warnings = [element("p", text, class_="differs") for text in skipped]
     if not charts:
-        text = "Nothing was logged yet: curves appear about a second after the first step."
+        is_live = any(run.starts and run.last.status == "running" for run in runs)
+        text = "Nothing was logged" + (" yet: curves appear about a second after the first step." if is_live else ".")
         return section("curves", "Curves", *warnings, element("p", text, class_="note")) if runs[0].starts else None
     legend = [element("span", swatch(number), " ", name) for number, name in enumerate(names)] if names[1:] else []
     controls = element(
@@ -54,10 +55,23 @@ def curves(charts: Sequence[Chart], runs: Sequence[RunData], names: Sequence[str
         without,
         controls,
         element("p", note, class_="note"),
-        chart_grid(charts, is_first_wide=True),
+        *_groups(charts),
         values,
     )
     return section("curves", "Curves", *content)
+
+
+def _groups(charts: Sequence[Chart]) -> Iterator[Markup]:
+    """One grid of charts, or, of many charts, one per first part of their names, which can be folded."""
+    if len(charts) <= _FILTERED:
+        yield chart_grid(charts, is_first_wide=True)
+        return
+    groups = dict[str, list[Chart]]()
+    for chart in charts:
+        groups.setdefault(chart.key.partition("/")[0] if "/" in chart.key else "others", []).append(chart)
+    for index, (name, members) in enumerate(groups.items()):
+        grid = chart_grid(members, is_first_wide=not index)
+        yield element("details", element("summary", f"{name} ({len(members)})"), grid, class_="group", open=True)
 
 
 def _skipped_text(run: RunData, name: str) -> str:
@@ -78,7 +92,7 @@ def chart_grid(charts: Sequence[Chart], *, is_first_wide: bool = False) -> Marku
         )
         for index, chart in enumerate(charts)
     ]
-    return element("div", *figures, class_="charts")
+    return element("div", *figures, class_="charts small" if len(charts) > _FILTERED else "charts")
 
 
 def values_table(runs: Sequence[RunData], names: Sequence[str]) -> Markup | None:
@@ -121,19 +135,13 @@ def differences(
         return section("difference", "Differences", element("p", text), *lone)
     compared = [(name, number, each) for name, number, each in found if is_result(name)]
     sentences = [element("p", _difference_text(compared, names)), *_shorter_runs(runs, names), *lone]
-    headings = [
-        "metric",
-        "run",
-        "common steps",
-        "equal",
-        "largest difference",
-        "at step",
-        "largest relative",
-        "at step ",
-    ]
-    rows = [_difference_row(name, names[number], each) for name, number, each in found]
-    shown = table(f"Differences from {names[0]}", headings, rows, numbers=headings[2:])
-    note = element("p", "Absolute differences at the steps that both runs have.", class_="note") if charts else None
+    numbers = ["common steps", "equal", "largest difference", "at step", "largest relative", "at step "]
+    several = bool(names[2:])
+    rows = [[name, *([names[number]] if several else []), *_difference_cells(each)] for name, number, each in found]
+    caption = f"Differences of {names[1]} from {names[0]}" if not several else f"Differences from {names[0]}"
+    shown = table(caption, ["metric", *(["run"] if several else []), *numbers], rows, numbers=numbers)
+    text = "Absolute differences at the steps that both runs have, with a ring around the largest."
+    note = element("p", text, class_="note") if charts else None
     return section("difference", "Differences", *sentences, shown, note, chart_grid(charts))
 
 
@@ -183,7 +191,7 @@ def timeline_section(runs: Sequence[RunData], names: Sequence[str]) -> Section |
         picture = draw_timeline(run)
         if picture is None:
             continue
-        begin, listed = run.first.time, marks_of(run)
+        begin, listed = (run.starts or run.attempts)[0].time, marks_of(run)
         some = listed if len(listed) <= _LISTED else [*listed[: _LISTED // 2], *listed[-_LISTED // 2 :]]
         rows = [[format_duration(max(0.0, mark.time - begin)), mark.kind, mark.text] for mark in some]
         more = f": the first and the last {_LISTED // 2}" if len(listed) > _LISTED else ""
@@ -235,11 +243,11 @@ def _radio(value: str, text: str, checked: bool) -> Markup:
     return element("label", element("input", type="radio", name="x", value=value, checked=checked), f" {text}")
 
 
-def _difference_row(name: str, run: str, each: Difference) -> list[Content]:
+def _difference_cells(each: Difference) -> list[Content]:
     equal = int((each.values == 0).sum())
     differs = bool(each.largest)
     return [
-        name, run, f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.step:,}" if differs else "",
+        f"{len(each.steps):,}", f"{equal:,}", f"{each.largest:.3g}", f"{each.step:,}" if differs else "",
         f"{each.relative:.1e}" if differs else "0", f"{each.relative_step:,}" if differs else "",
     ]  # fmt: skip
 
@@ -317,7 +325,7 @@ def _checkpoint_table(run: RunData, name: str) -> Markup | None:
 
 
 def _checkpoint_rows(caption: str, found: Sequence[SavedCheckpoint], best: Collection[SavedCheckpoint]) -> Markup:
-    headings = ["name", "step", "size", "seconds", "training waited", "metric", "state"]
+    headings = ["name", "step", "size", "time to save", "training waited", "metric", "state"]
     rows = [
         [
             each.name, f"{each.step:,}", format_bytes(each.size) if each.size is not None else "",

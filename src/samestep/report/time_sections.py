@@ -6,7 +6,7 @@ from samestep.messages import format_bytes, format_seconds
 from samestep.report.bars import Bar, Segment, draw_bars, legend
 from samestep.report.chart_data import Chart
 from samestep.report.facts import planned
-from samestep.report.markup import Content, Markup, Section, element, section, table
+from samestep.report.markup import Content, Markup, Section, element, join, section, table
 from samestep.report.run_data import RunData
 from samestep.report.run_records import Record
 from samestep.report.sections import chart_grid, unique_warnings
@@ -26,16 +26,16 @@ def time_section(runs: Sequence[RunData], names: Sequence[str], charts: Sequence
     bars = [_share_bars(name, share, alone=len(known) == 1) for name, share in known]
     rows = [
         [
-            element("span", _part_swatch(part), " ", part, class_="part"),
+            _named(join([_part_swatch(part), " ", part]), MEANINGS[part]),
             *(_percent(share.share(part)) for _, share in known),
-            MEANINGS[part],
         ]
         for part in PARTS
         if any(share.share(part) for _, share in known)
     ]
-    rows.append(["mean step", *(format_seconds(share.step_seconds) for _, share in known), "from one step to the next"])
-    columns = [name for name, _ in known]
-    whole = table("Shares of the time of all ranks", ["part", *columns, "what it is"], rows, numbers=columns)
+    mean_step = _named("mean step", "from one step to the next")
+    rows.append([mean_step, *(format_seconds(share.step_seconds) for _, share in known)])
+    columns = [name for name, _ in known] if names[1:] else ["share"]
+    whole = table("Shares of the time of all ranks", ["part", *columns], rows, numbers=columns)
     by_rank = [_rank_table(name, share) for name, share in known if len(share.by_rank) > 1]
     return section("time", "Time", *_slow_ranks(runs), *bars, whole, *by_rank, chart_grid(charts))
 
@@ -82,7 +82,7 @@ def _rank_table(name: str, share: TimeShares) -> Markup:
         for rank in sorted(share.by_rank)
     ]
     shown = table(f"Time per step by rank, {name}", ["", *parts], rows, numbers=parts)
-    return element("details", element("summary", f"By rank: {name}"), shown)
+    return element("details", element("summary", f"Time per step by rank, {name}"), shown)
 
 
 def _slow_ranks(runs: Sequence[RunData]) -> Iterator[Markup]:
@@ -123,12 +123,16 @@ def _memory_bars(memory: Record, measured: float | None) -> Markup:
     return element("div", draw_bars(bars, title), legend(forecast))
 
 
+def _named(name: str, meaning: str) -> Markup:
+    return element("div", element("span", name), " ", element("span", meaning, class_="meaning"), class_="named")
+
+
 def _part_swatch(part: str) -> Markup:
     return element("span", class_=f"swatch part-{part}", aria_hidden="true")
 
 
 def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.0005 else "0 %" if not share else "< 0.05 %"
+    return f"{share:.1%}" if share >= 0.0005 or not share else "< 0.1%"
 
 
 def _signed_percent(measured: float | None, forecast: float) -> str:

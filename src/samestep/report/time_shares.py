@@ -37,6 +37,7 @@ MEANINGS: Final[Mapping[str, str]] = {
 _FEWEST_RANKS: Final = 2
 _SLOW_SHARE: Final = 0.05  # of a step: a rank that needs this much longer than the others is named
 _SLOW_SECONDS: Final = 1e-3
+_ENOUGH_SECONDS: Final = 5.0  # of all steps: in fewer, the first writes and allocations count too much
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def slowest_rank(shares: TimeShares) -> tuple[int, float, str] | None:
 
     Returns the rank, how many seconds per step more than the median of the ranks, and the part with most of them.
     """
-    if len(shares.by_rank) < _FEWEST_RANKS:
+    if len(shares.by_rank) < _FEWEST_RANKS or shares.seconds < _ENOUGH_SECONDS:
         return None
     ranks = {rank: shares.of_rank(rank) for rank in shares.by_rank}
     own = {rank: sum(parts.values()) - parts[COMMUNICATION] for rank, parts in ranks.items()}

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from samestep.messages import format_bytes, format_duration, format_seconds
+from samestep.messages import format_bytes, format_duration, format_seconds, format_span
+from samestep.report.bars import Segment, legend
 from samestep.report.markup import Markup, element, join
 from samestep.report.run_data import RunData, Start
 from samestep.report.run_records import Record
@@ -16,6 +17,7 @@ _MOST_LANES: Final = 16  # of ranks; more share one
 _MOST_MARKS: Final = 300  # of one kind; of more, evenly chosen ones are drawn
 _TICKS: Final = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 _MOST_TICKS: Final = 5
+_LAST_TICK: Final = 96.0  # percent of the width, from which on a text would leave the card
 
 
 @dataclass(frozen=True)
@@ -30,24 +32,26 @@ class TimelineMark:
 
 def marks_of(run: RunData) -> list[TimelineMark]:
     """All that happened, in order."""
-    found = [mark for start in run.starts for mark in _of_start(start, run.starts[0])]
+    starts = run.starts or run.attempts
+    found = [mark for start in starts for mark in _of_start(start, starts[0])]
     found += [mark for event in run.launches if (mark := _of_launch(event)) is not None]
     return sorted(found, key=lambda mark: mark.time)
 
 
 def draw_timeline(run: RunData) -> Markup | None:
     """The SVG; None if nothing is known but metrics."""
-    if not run.starts:
+    starts = run.starts or run.attempts
+    if not starts:
         return None
     marks = marks_of(run)
-    begin = min([run.starts[0].time, *(mark.time for mark in marks)])
-    end = max([run.last.until, *(mark.time + mark.seconds for mark in marks)])
+    begin = min([starts[0].time, *(mark.time for mark in marks)])
+    end = max([starts[-1].until, *(mark.time + mark.seconds for mark in marks)])
     axis = _Axis(begin, max(end - begin, 1e-3))
-    ranks = max(start.ranks for start in run.starts)
+    ranks = max(start.ranks for start in starts)
     lanes = [f"rank {rank}" for rank in range(ranks)] if ranks <= _MOST_LANES else [f"{ranks} ranks"]
     ended = _ends_of_ranks(run)
     drawn = [
-        _lane(name, axis, [_bar(start, lane, ended, axis) for start in run.starts if lane < start.ranks])
+        _lane(name, axis, [_bar(start, lane, ended, axis) for start in starts if lane < start.ranks])
         for lane, name in enumerate(lanes)
     ]
     for kinds, name in _MARK_LANES:
@@ -56,7 +60,10 @@ def draw_timeline(run: RunData) -> Markup | None:
             stride = -(-len(chosen) // _MOST_MARKS)
             drawn.append(_lane(name, axis, [_draw(mark, axis) for mark in chosen[::stride]]))
     title = "Timeline of the run; the list below has the same events"
-    return element("div", *drawn, _draw_axis(axis), class_="timeline", role="img", aria_label=title)
+    shown = element("div", *drawn, _draw_axis(axis), class_="timeline", role="img", aria_label=title)
+    statuses = dict.fromkeys(start.status for start in starts)
+    ends = legend([Segment(f"end {status}", status, 0.0) for status in statuses], "at the end of a bar:")
+    return join([shown, ends])
 
 
 _MARK_LANES: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
@@ -143,7 +150,7 @@ def _bar(start: Start, lane: int, ended: Mapping[int, Sequence[tuple[float, str]
     own = [(time, how) for time, how in ended.get(lane, ()) if start.time <= time <= start.until + _LATE_SECONDS]
     until, how = own[0] if own else (start.until, start.status)
     status = "killed" if start.status == "running" and own else start.status
-    text = f"{format_duration(until - start.time)} on {start.ranks} rank{'s' * (start.ranks != 1)}, {how}"
+    text = f"{format_span(until - start.time)} on {start.ranks} rank{'s' * (start.ranks != 1)}, {how}"
     size = {"x": _percent(axis.at(start.time)), "width": _percent(axis.at(until) - axis.at(start.time))}
     bar = element("rect", element("title", text), **size, y=4, height=_LANE - 8, rx=3, class_="active")
     cap = {"x": _percent(axis.at(until)), "width": _CAP, "transform": f"translate({-_CAP:g})"}
@@ -174,7 +181,7 @@ def _draw_axis(axis: _Axis) -> Markup:
             format_duration(seconds),
             x=_percent(axis.at(axis.begin + seconds)),
             y=14,
-            class_=None if seconds else "first",
+            class_="last" if axis.at(axis.begin + seconds) > _LAST_TICK else None if seconds else "first",
         )
         for seconds in axis.ticks
     ]

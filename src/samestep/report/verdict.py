@@ -3,24 +3,36 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
 
-from samestep.messages import format_duration, plain_text
+from samestep.messages import format_span, plain_text
 from samestep.report.curves import largest_step
 from samestep.report.run_data import RunData, Start
 from samestep.report.run_records import Record
+
+_STATUSES: Final = ("finished", "failed", "preempted", "stopped")  # of an end, and in summary.json
+_LAUNCHER_SECONDS: Final = 60.0  # that a launcher may need to report a failure after rank 0 has ended
+_PAST: Final = {"killed": "was killed", "preempted": "was preempted", "stopped": "was stopped", "running": "was killed"}
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The state of a run."""
 
-    status: str  # "finished", "failed", "preempted", "stopped", "killed" or "running"
-    text: str  # a sentence about it
+    status: str  # "finished", "failed", "preempted", "stopped", "killed", "running" or "unknown"
+    sentence: str  # what has become of it; begins with the status
+    cause: str = ""  # why, in one line
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return f"{self.sentence} {self.cause}".strip()
 
     @property
     def is_good(self) -> bool:
         """Whether nothing is wrong."""
-        return self.status in ("finished", "running")
+        return self.status in ("finished", "running", "unknown")
 
 
 @dataclass(frozen=True)
@@ -38,23 +50,20 @@ def describe_run(run: RunData) -> Verdict:
     if not run.starts:
         return _without_run(run)
     last, again = run.last, _restarts_text(run.starts)
-    steps = steps_done(run)
-    done = f"{steps:,} steps in {format_duration(active_seconds(run))}{again}"
-    if last.status == "finished":
-        return Verdict("finished", f"Finished: {done}.")
-    if last.status == "running":
-        return Verdict("running", f"Running: {done} so far.")
-    if last.status == "preempted":
-        cause = next((event["cause"] for event in reversed(last.named("preempted"))), "a signal")
-        return Verdict("preempted", f"Preempted ({cause}) after {done}. Start it again to resume.")
-    if last.status == "stopped":
-        return Verdict("stopped", f"Stopped by a signal after {done}; nothing was saved.")
+    done = f"{_steps_text(steps_done(run))} in {format_span(active_seconds(run))}"
+    status, word = last.status, last.status.capitalize()
+    if status == "running":
+        return Verdict(status, f"Running: {done} so far.{again}")
+    if status == "preempted":
+        signal = next((event["cause"] for event in reversed(last.named("preempted"))), "a signal")
+        return Verdict(status, f"Preempted by {signal} after {done}.{again}", "Start it again to resume.")
+    if status == "stopped":
+        return Verdict(status, f"Stopped by a signal after {done}; nothing was saved.{again}")
     found = failures(run)
-    cause = found[-1].cause if found and found[-1].time >= last.time else ""
-    if last.status == "failed":
-        return Verdict("failed", f"Failed after {done}. {cause}".strip())
-    reason = cause or "Rank 0 wrote no end: it was killed, ran out of memory, or its node went down."
-    return Verdict("killed", f"Killed after {done}. {reason}")
+    cause = found[-1].cause if status != "finished" and found and found[-1].time >= last.time else ""
+    if status == "killed":
+        cause = cause or "Rank 0 wrote no end: it was killed, ran out of memory, or its node went down."
+    return Verdict(status, f"{word} after {done}.{again}", cause)
 
 
 def failures(run: RunData) -> list[FailureRecord]:
@@ -67,41 +76,44 @@ def failures(run: RunData) -> list[FailureRecord]:
     return sorted(found, key=lambda each: each.time)
 
 
-_LAUNCHER_SECONDS = 60.0  # that a launcher may need to report a failure after rank 0 has ended
-
-
 def steps_done(run: RunData) -> int:
     """The optimizer steps that are done."""
     ends = [int(start.end["steps"]) for start in run.starts if start.end is not None]
     logged = largest_step([curve for name, curve in run.curves.items() if name.startswith("train/")])
-    return max([*ends, 0 if logged is None else logged + 1]) if ends or logged is not None else 0
+    return max([*ends, 0 if logged is None else logged + 1])
 
 
 def active_seconds(run: RunData) -> float:
     """How long the run was active, without the time between its starts."""
-    return sum(start.until - start.time for start in run.starts)
+    return sum(start.until - start.time for start in run.starts or run.attempts)
 
 
 def rank_hours(run: RunData) -> float:
     """Hours of all ranks: GPU-hours if they have GPUs."""
-    return sum((start.until - start.time) * start.ranks for start in run.starts) / 3600
+    return sum((start.until - start.time) * start.ranks for start in run.starts or run.attempts) / 3600
 
 
 def has_gpus(run: RunData) -> bool:
     """Whether its ranks have GPUs."""
-    return any(
-        start.fields["backend"] == "nccl" or "gpu_percent" in record for start in run.starts for record in run.times[:1]
-    )
+    has_nccl = any(start.fields["backend"] == "nccl" for start in run.starts)
+    return has_nccl or any("gpu_percent" in record for record in run.times[:1])
+
+
+def _steps_text(steps: int) -> str:
+    return f"{steps:,} step{'s' * (steps != 1)}"
 
 
 def _restarts_text(starts: Sequence[Start]) -> str:
+    """How earlier starts ended, and on how many ranks the run continued; begins with a space."""
     if len(starts) == 1:
         return ""
-    sizes = list(dict.fromkeys(start.ranks for start in starts))
-    on = f", on {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks" if len(sizes) > 1 else ""
-    ended = Counter(start.status for start in starts[:-1])
-    how = ", ".join(f"{status} {count} times" if count > 1 else status for status, count in ended.items())
-    return f", in {len(starts)} starts{on} ({how} before)"
+    ended = Counter(_PAST.get(start.status, start.status) for start in starts[:-1])
+    how = " and ".join(f"{text} {count} times" if count > 1 else text for text, count in ended.items())
+    sizes = [size for size, _ in groupby(start.ranks for start in starts)]
+    now = f" on {sizes[-1]} rank{'s' * (sizes[-1] != 1)}"
+    on = f"{now} instead of {', '.join(map(str, sizes[:-1]))}" if len(sizes) > 1 else ""
+    again = "resumed" if any(start.named("restored") for start in starts[1:]) else "started again"
+    return f" Before, it {how}; it {again}{on}."
 
 
 def _of_launcher(event: Record) -> FailureRecord:
@@ -113,14 +125,24 @@ def _first_line(text: str) -> str:
 
 
 def _without_run(run: RunData) -> Verdict:
-    """The verdict on a script without a Run that `samestep run` has started."""
-    if not run.launches:
-        return Verdict("running", "It has metrics and no events: an older version of samestep has written them.")
+    """The verdict on a script without a Run that `samestep run` has started, or on metrics without events."""
     ends = [event for event in run.launches if event["event"] == "end"]
-    if not ends:
-        return Verdict("running", "The launcher is running, or was killed; the script has not created a Run.")
-    code = ends[-1]["code"]
-    found = failures(run)
-    if code:
-        return Verdict("failed", f"Failed with exit code {code}. {found[-1].cause if found else ''}".strip())
-    return Verdict("finished", "Finished; the script has not created a Run, so only the launcher's events are known.")
+    if ends and ends[-1]["code"]:
+        found = failures(run)
+        return Verdict("failed", f"Failed with exit code {ends[-1]['code']}.", found[-1].cause if found else "")
+    seconds = format_span(active_seconds(run))
+    script = "The script has not created a Run, so only what its launcher saw is known."
+    if ends:
+        return Verdict("finished", f"Finished after {seconds}.", script)
+    if run.launches:
+        status = run.attempts[-1].status if run.attempts else "unknown"
+        return Verdict(
+            status, {"running": f"Running for {seconds} so far."}.get(status, f"{status.capitalize()}."), script
+        )
+    status = str(run.summary.get("status"))
+    status = status if status in _STATUSES else "unknown"
+    return Verdict(
+        status,
+        f"{status.capitalize()} after {_steps_text(steps_done(run))}.",
+        "Only its metrics are known: events.jsonl is damaged, or an older version of samestep has written them.",
+    )

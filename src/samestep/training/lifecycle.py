@@ -360,7 +360,8 @@ class Lifecycle:
             known = self._loop is not None and self.config.ledger
             ledger = _describe_ledgers(self.context, self._ledger_files, self.checkpoint_folders) if known else {}
             wanted = self._loggers.is_open or bool(ledger.get("ledger"))  # a ledger is compared with the summary
-            self._loggers.record("end", describe_end(status, self._loop, self._error))
+            steps = self._loop.context.progress.steps if self._loop is not None else 0
+            self._loggers.record("end", describe_end(status, steps, self._error))
             self._error = None  # it would keep its frames alive
             self._loggers.close(self.summary(status) | ledger if wanted else {})
 

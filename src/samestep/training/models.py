@@ -74,7 +74,7 @@ def wrap_model(
         read = run_on_every_rank(context.comm, "opening weights=", WrapError, _open_weights, model, weights)
     wrapped = wrap(context.comm, model, context.device, options, precision, in_step, context.print, read)
     context.models.append(wrapped)
-    context.record("model", **describe_model(wrapped))
+    context.record("model", **describe_model(wrapped.inner, wrapped.strategy))
     watch_forward(context.times, wrapped, precision.compile)
     context.randomness.add_model(wrapped.inner, batch_dim)
     seed_all_ranks(next_seed(context.config.seed))

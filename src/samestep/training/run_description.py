@@ -23,7 +23,7 @@ from samestep import __version__
 from samestep.context import RunContext, read_hyperparameters
 from samestep.environment.hardware import cpu_name
 from samestep.environment.processes import LAUNCHER, seconds_from_boot
-from samestep.environment.world import LAUNCHER_LINK, oom_retries, read_environ, run_folder
+from samestep.environment.world import LAUNCHER_LINK, World, oom_retries, read_environ, run_folder
 from samestep.launch.configuration import (
     config_values,
     describe_command,
@@ -33,8 +33,6 @@ from samestep.launch.configuration import (
 )
 from samestep.loggers.event_log import end_of_text
 from samestep.messages import hide_secrets
-from samestep.parallel.wrapped_model import WrappedModel
-from samestep.training.step_loop import StepLoop
 
 _GIT_SECONDS: Final = 10.0  # `git status` of a large repository on a shared disk
 _CLOSE_SECONDS: Final = 2.0
@@ -42,8 +40,23 @@ _CLOSE_SECONDS: Final = 2.0
 
 def describe_start(context: RunContext, hosts: Sequence[str], devices: Sequence[str]) -> dict[str, Any]:
     """The fields of the event `start`; `hosts` and `devices` have a name per rank."""
-    world, config, environ = context.world, context.config, read_environ()
-    launcher_folder = run_folder()
+    config = context.config
+    return describe_process(context.world) | {
+        "ranks": context.world.size,
+        "nodes": context.world.nodes,
+        "hosts": dict(Counter(hosts)),
+        "devices": dict(Counter(devices)),
+        "backend": context.comm.backend,
+        "global_batch": config.global_batch,
+        "seed": config.seed,
+        "ledger": config.ledger,
+        "choices": context.acceleration.choices(),
+    }
+
+
+def describe_process(world: World) -> dict[str, Any]:
+    """The fields of the event `start` that are about this process and who has started it."""
+    environ, launcher_folder = read_environ(), run_folder()
     return {
         "command": hide_secrets(sys.argv),
         "folder": str(Path.cwd()),
@@ -56,15 +69,6 @@ def describe_start(context: RunContext, hosts: Sequence[str], devices: Sequence[
         "job": world.job,
         "restart": world.restart,
         "out_of_memory_retries": oom_retries(),
-        "ranks": world.size,
-        "nodes": world.nodes,
-        "hosts": dict(Counter(hosts)),
-        "devices": dict(Counter(devices)),
-        "backend": context.comm.backend,
-        "global_batch": config.global_batch,
-        "seed": config.seed,
-        "ledger": config.ledger,
-        "choices": context.acceleration.choices(),
     }
 
 
@@ -147,20 +151,20 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="backslashreplace").strip() if done.returncode == 0 else None
 
 
-def describe_model(wrapped: WrappedModel) -> dict[str, Any]:
+def describe_model(model: torch.nn.Module, strategy: str) -> dict[str, Any]:
     """The fields of the event `model`."""
-    parameters = list(wrapped.inner.parameters())
+    parameters = list(model.parameters())
     return {
-        "model": type(wrapped.inner).__name__,
+        "model": type(model).__name__,
         "parameters": sum(each.numel() for each in parameters),
         "trainable": sum(each.numel() for each in parameters if each.requires_grad),
-        "strategy": wrapped.strategy,
+        "strategy": strategy,
     }
 
 
-def describe_end(status: str, loop: StepLoop | None, error: BaseException | None) -> dict[str, Any]:
+def describe_end(status: str, steps: int, error: BaseException | None) -> dict[str, Any]:
     """The fields of the event `end`."""
-    fields: dict[str, Any] = {"status": status, "steps": loop.context.progress.steps if loop is not None else 0}
+    fields: dict[str, Any] = {"status": status, "steps": steps}
     if error is not None:
         text = "".join(traceback.format_exception(error))
         fields |= {"error": f"{type(error).__name__}: {error}", "traceback": end_of_text(text)}

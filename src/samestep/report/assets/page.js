@@ -2,9 +2,12 @@
 // Draws the charts of a report. The data is in the element "chart-data"; uPlot is above this script.
 (() => {
   const data = JSON.parse(document.getElementById("chart-data").textContent);
-  const HEIGHT = 230, TALL = 320; // of a chart, and of the first one
+  const HEIGHT = 230, TALL = 320, SMALL = 180; // of a chart, of the first one, and of one of many
   const FEW = 60; // points of a curve that are drawn as points, too
   const COLORS = 8; // of runs and ranks, in page.css
+  const STEP_TICKS = Array.from({ length: 15 }, (_, n) => [1, 2, 5].map((digit) => digit * 10 ** n)).flat();
+  const TIME_TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30,
+    ...[1, 2, 5, 10, 15, 30, 60, 120, 240, 480, 720].map((minutes) => 60 * minutes), ...STEP_TICKS.map((days) => 86400 * days)];
   const state = { x: "step", log: false, smoothing: 0 };
   const plots = new Map();
   const isCompared = data.names.length > 1;
@@ -13,7 +16,13 @@
   const runColor = (number) => color(`--run-${number % COLORS}`);
   const rankColor = (number) => color(`--rank-${number % COLORS}`);
   const font = `12px ${getComputedStyle(document.body).fontFamily}`;
-  const format = (value) => (value == null ? "–" : Number(value.toPrecision(7)).toString());
+
+  function format(value) {
+    if (value == null) return "–";
+    const short = Number(value.toPrecision(7)), size = Math.abs(short);
+    if (size && (size < 1e-3 || size >= 1e15)) return short.toExponential();
+    return short.toLocaleString("en", { useGrouping: size >= 1e4, maximumFractionDigits: 10 });
+  }
 
   function formatTick(value) {
     const size = Math.abs(value);
@@ -64,7 +73,7 @@
   }
 
   function label(chart, series) {
-    const run = isCompared ? data.names[series.run] : "";
+    const run = isCompared && chart.x !== "time" ? data.names[series.run] : ""; // which the title has
     return [run, series.label].filter(Boolean).join(" ") || chart.title;
   }
 
@@ -121,21 +130,21 @@
     const isTime = built.x === "time";
     const last = Math.max(...chart.series.map((series) => series[built.x]?.at(-1) ?? -Infinity));
     const formatX = (value, step) => (value == null ? "–" : isTime ? duration(value, step) : value.toLocaleString("en"));
-    const fromZero = { min: { soft: 0, mode: 1 }, max: { pad: 0.1, mode: 2 } }; // so that noise does not look like a leak
+    const fromZero = (u, least, most) => [Math.min(0, least), most > 0 ? most * 1.15 : 1]; // noise must not look like a leak
     const plot = new uPlot(
       {
         width: Math.max(240, element.clientWidth),
-        height: element.closest(".wide") ? TALL : HEIGHT,
-        padding: [12, 12, 0, 0],
+        height: element.closest(".wide") ? TALL : element.closest(".small") ? SMALL : HEIGHT,
+        padding: [12, 24, 0, 0],
         scales: { x: { time: false }, y: { distr: built.log ? 3 : 1, ...(chart.x === "time" && !built.log ? { range: fromZero } : {}) } },
         series: [{ label: built.x, value: (_, value, series, at) => formatX(at == null ? last : value) }, ...built.lines],
         axes: [
-          { ...axis, values: (_, ticks) => ticks.map((tick) => formatX(tick, ticks[1] - ticks[0])), label: isTime ? "time since the start" : "step", labelSize: 18, labelGap: 0, size: 32 },
-          { ...axis, size: 62, values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : formatTick(tick))) },
+          { ...axis, values: (_, ticks) => ticks.map((tick) => formatX(tick, ticks[1] - ticks[0])), incrs: isTime ? TIME_TICKS : STEP_TICKS, label: isTime ? "time since the start" : "step", labelSize: 18, labelGap: 0, size: 32 },
+          { ...axis, size: (u, texts) => Math.max(62, 18 + 7.5 * Math.max(...(texts ?? []).map((text) => text.length))), values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : formatTick(tick))) },
         ],
-        legend: { markers: { width: 3 } },
+        legend: { markers: { width: 0, fill: (u, index) => built.lines[index - 1]?.stroke } },
         cursor: { sync: { key: built.x }, drag: { x: true, y: false } },
-        hooks: { draw: [(u) => drawMarks(u, chart, built), (u) => drawLost(u, chart, built.x)] },
+        hooks: { draw: [(u) => drawMarks(u, chart, built), (u) => drawLost(u, chart, built.x), (u) => drawLargest(u, chart)] },
       },
       built.columns,
       element,
@@ -170,6 +179,9 @@
       const width = ctx.measureText(mark.text).width;
       const left = at + gap + width <= right ? at + gap : at - gap - width;
       if (left < free) continue;
+      ctx.fillStyle = color("--card"); // behind the text, over the curves
+      ctx.fillRect(left - gap / 2, bbox.top, width + gap, 15 * devicePixelRatio);
+      ctx.fillStyle = ctx.strokeStyle;
       ctx.fillText(mark.text, left, bbox.top + 11 * devicePixelRatio);
       free = left + width + gap;
     }
@@ -190,6 +202,23 @@
         const at = u.valToPos(series[x]?.[index] ?? NaN, "x", true);
         if (at >= bbox.left && at <= bbox.left + bbox.width) ctx.fillRect(at - devicePixelRatio, bottom - 8 * devicePixelRatio, 2 * devicePixelRatio, 8 * devicePixelRatio);
       }
+    }
+    ctx.restore();
+  }
+
+  // A ring around the largest difference of each run.
+  function drawLargest(u, chart) {
+    const { ctx, bbox } = u;
+    ctx.save();
+    ctx.lineWidth = 2 * devicePixelRatio;
+    for (const series of chart.isDifference ? chart.series : []) {
+      const largest = series.value.indexOf(series.value.reduce((one, other) => Math.max(one, other ?? 0), 0));
+      const at = u.valToPos(series.step[largest], "x", true), y = u.valToPos(series.value[largest], "y", true);
+      if (at < bbox.left || at > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = runColor(series.run);
+      ctx.beginPath();
+      ctx.arc(at, y, 6 * devicePixelRatio, 0, 2 * Math.PI);
+      ctx.stroke();
     }
     ctx.restore();
   }
@@ -235,6 +264,7 @@
       const title = figure.querySelector("figcaption").textContent.toLowerCase();
       figure.hidden = !words.every((word) => title.includes(word));
     }
+    for (const group of document.querySelectorAll(".group")) group.hidden = !group.querySelector("figure:not([hidden])");
   });
   controls?.addEventListener("submit", (event) => event.preventDefault());
   controls?.querySelectorAll("input[name=x]").forEach((input) =>
