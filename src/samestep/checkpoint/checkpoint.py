@@ -219,6 +219,8 @@ class Checkpoint(StepCallback):
         context.replicas.check(f"before the checkpoint of step {number}", context.progress.steps_of_process)
         for model in context.models:
             average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
+        for prepare in context.before_save:
+            prepare()
         state, tensors, name = run_on_every_rank(
             comm, "checkpoint.save", CheckpointError, self._collect, number, describe=describe_state_error
         )
