@@ -213,9 +213,11 @@ class Communicator:
             self._scalar_group = new_small_group(self.timeout)
         return self._scalar_group
 
-    def exchange(self, operation: str, values: list[float] | torch.Tensor) -> list[torch.Tensor]:
+    def exchange(
+        self, operation: str, values: list[float] | torch.Tensor, site: str | None = None
+    ) -> list[torch.Tensor]:
         """All-gather float64 vectors, in rank order; one collective for up to 247 values per rank."""
-        pending = self.start_exchange(operation, values)
+        pending = self.start_exchange(operation, values, site)
         while (gathered := self.continue_exchange(pending)) is None:
             pass
         return gathered
@@ -224,14 +226,16 @@ class Communicator:
         """Like `exchange` for any value that pickles; for small values that are exchanged rarely."""
         return [unpack_object(part) for part in self.exchange(operation, pack_object(value))]
 
-    def start_exchange(self, operation: str, values: list[float] | torch.Tensor) -> "PendingExchange":
-        """Start an exchange without waiting for it.
+    def start_exchange(
+        self, operation: str, values: list[float] | torch.Tensor, site: str | None = None
+    ) -> "PendingExchange":
+        """Start an exchange without waiting for it; `site` replaces the line of the script that runs now.
 
         Every rank must start it, and later call `continue_exchange`, between the same two collectives.
         """
         self.refuse_inside_once(operation)
         mine = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
-        pending = PendingExchange(operation, f"{operation} at {call_site()}", mine)
+        pending = PendingExchange(operation, f"{operation} at {site or call_site()}", mine)
         if not self.alone:
             pending.start(_pack(pending.label, mine), self.world.size, self.control_group)
         return pending

@@ -12,6 +12,7 @@ from torch import nn
 from samestep.context import RunContext
 from samestep.distributed.collectives import Collectives, gather_objects, pickle_object
 from samestep.distributed.communicator import gather_to_main
+from samestep.distributed.rank_status import call_site
 from samestep.errors import CommunicationError, DataError, WrapError
 from samestep.parallel.batchnorm import average_running_stats
 from samestep.parallel.wrapped_model import WrappedModel
@@ -58,7 +59,7 @@ class Evaluation(Collectives):
                 f"run.predict got a {type(outputs).__name__} and needs a generator, which computes one batch at a "
                 "time: pass run.predict(net(inputs) for inputs, _ in test)"
             )
-        return _predict(context, outputs)
+        return _predict(context, outputs, call_site())
 
     def metric(self, metric: "Metric | MetricCollection") -> "RunMetric":
         """A metric of torchmetrics over the samples of all ranks, without padding; a part for `run.checkpoint`.
@@ -113,16 +114,19 @@ def _check_same_model(context: RunContext, name: str, wrapped: WrappedModel | No
 # Predictions
 
 
-def _predict(context: RunContext, outputs: Iterator[T]) -> Iterator[T]:
-    """Yield on rank 0 what all ranks compute, one batch per rank at a time; on the other ranks, yield nothing."""
+def _predict(context: RunContext, outputs: Iterator[T], site: str) -> Iterator[T]:
+    """Yield on rank 0 what all ranks compute, one batch per rank at a time; on the other ranks, yield nothing.
+
+    `site` names the call in every exchange: rank 0 may leave the loop in another line than that of the call.
+    """
     comm = context.comm
     try:
         for number in count(comm.world.rank, comm.world.size):
             # rank 0 may have left the loop: no other rank may start a forward pass that waits for it
-            if context.lockstep and _exchange_lengths(context, 0) is None:
+            if context.lockstep and _exchange_lengths(context, 0, site) is None:
                 return
             data = _next_output(context, outputs, number)
-            lengths = _exchange_lengths(context, len(data))
+            lengths = _exchange_lengths(context, len(data), site)
             if lengths is None or not any(lengths):
                 return
             for part in filter(None, gather_to_main(comm, _PREDICT, data, lengths)):
@@ -130,16 +134,16 @@ def _predict(context: RunContext, outputs: Iterator[T]) -> Iterator[T]:
                     yield pickle.loads(part)
     except GeneratorExit:
         if not comm.alone:
-            comm.exchange(_PREDICT, [0.0, 1.0])
+            comm.exchange(_PREDICT, [0.0, 1.0], site)
         raise
     finally:
         if isinstance(outputs, Generator):
             outputs.close()
 
 
-def _exchange_lengths(context: RunContext, length: int) -> list[int] | None:
+def _exchange_lengths(context: RunContext, length: int, site: str) -> list[int] | None:
     """How many bytes each rank has for rank 0, or None if rank 0 has left the loop; a collective."""
-    by_rank = [part.tolist() for part in context.comm.exchange(_PREDICT, [float(length), 0.0])]
+    by_rank = [part.tolist() for part in context.comm.exchange(_PREDICT, [float(length), 0.0], site)]
     return None if any(left for _, left in by_rank) else [int(length) for length, _ in by_rank]
 
 
