@@ -395,8 +395,9 @@ class _CpuPickler(pickle.Pickler):
             return NotImplemented
         if value.layout is not torch.strided or value.is_quantized:
             return NotImplemented if value.device.type == "cpu" else (_itself, (value.detach().cpu(),))
-        dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return _tensor_of_bytes, (dense.reshape(-1).view(torch.uint8).numpy(), dense.dtype, tuple(dense.shape))
+        dense = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        data = dense.clone(memory_format=torch.contiguous_format)  # a single element may have any stride
+        return _tensor_of_bytes, (data.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
 
 
 def _tensor_of_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

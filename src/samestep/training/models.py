@@ -15,7 +15,7 @@ from samestep.data.loader import list_tensors, move_to_device
 from samestep.distributed.once import run_on_every_rank
 from samestep.errors import DataError, TeacherError, WrapError
 from samestep.messages import format_list
-from samestep.parallel.fsdp import fill_copy
+from samestep.parallel.fsdp import fill_copy, local_tensor
 from samestep.parallel.materialize import Read, saved_tensors
 from samestep.parallel.precision import convert_weights
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
@@ -168,7 +168,12 @@ def average_model(context: RunContext, model: nn.Module, decay: float) -> Averag
         raise WrapError(
             f"run.average got decay={decay!r}: pass the weight of the old average, a number from 0 to 1, such as 0.999"
         )
-    average = get_ema_multi_avg_fn(decay)
+    update = get_ema_multi_avg_fn(decay)
+
+    def average(averaged: Sequence[torch.Tensor], current: Sequence[torch.Tensor], updates: torch.Tensor | int) -> None:
+        """On this rank's parts: torch cannot combine sharded tensors and those of frozen parts in one call."""
+        update(list(map(local_tensor, averaged)), list(map(local_tensor, current)), updates)
+
     if wrapped.shard_copy is None:
         return AveragedModel(wrapped.inner, multi_avg_fn=average)
     wrapped.reshard()
