@@ -37,6 +37,7 @@ from samestep.errors import CommunicationError
 from samestep.torch_private import set_group_timeout, wait_until_released
 
 T = TypeVar("T")
+Vector = list[float] | torch.Tensor
 _FRAME_WORDS = 256  # every exchange has this size in 8-byte words, so that different collectives match and are detected
 _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that called it
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
@@ -213,9 +214,7 @@ class Communicator:
             self._scalar_group = new_small_group(self.timeout)
         return self._scalar_group
 
-    def exchange(
-        self, operation: str, values: list[float] | torch.Tensor, site: str | None = None
-    ) -> list[torch.Tensor]:
+    def exchange(self, operation: str, values: Vector, site: str | None = None) -> list[torch.Tensor]:
         """All-gather float64 vectors, in rank order; one collective for up to 247 values per rank."""
         pending = self.start_exchange(operation, values, site)
         while (gathered := self.continue_exchange(pending)) is None:
@@ -226,9 +225,7 @@ class Communicator:
         """Like `exchange` for any value that pickles; for small values that are exchanged rarely."""
         return [unpack_object(part) for part in self.exchange(operation, pack_object(value))]
 
-    def start_exchange(
-        self, operation: str, values: list[float] | torch.Tensor, site: str | None = None
-    ) -> "PendingExchange":
+    def start_exchange(self, operation: str, values: Vector, site: str | None = None) -> "PendingExchange":
         """Start an exchange without waiting for it; `site` replaces the line of the script that runs now.
 
         Every rank must start it, and later call `continue_exchange`, between the same two collectives.
@@ -297,12 +294,7 @@ class Communicator:
                 "after `with Run`"
             )
         if self._inside_once is not None:
-            name = self._inside_once.partition("(")[0]
-            part = "function" if name == "run.once" else "loop"
-            raise CommunicationError(
-                f"{operation} at {call_site()} was called inside {self._inside_once}: only one rank runs that "
-                f"{part}, so the others never reach this call; call {operation} outside of {name}"
-            )
+            raise _inside_once_error(operation, self._inside_once)
 
     def check_peers(
         self, since: float, before: dict[int, RankStatus], timeout: float, operation: str | None = None
@@ -353,6 +345,15 @@ class Communicator:
         if diverged := self._board.diverged(peers):
             raise self._board.diverged_error(own, diverged) from error
         raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers) from error
+
+
+def _inside_once_error(operation: str, outer: str) -> CommunicationError:
+    name = outer.partition("(")[0]
+    part = "function" if name == "run.once" else "loop"
+    return CommunicationError(
+        f"{operation} at {call_site()} was called inside {outer}: only one rank runs that {part}, so the others never "
+        f"reach this call; call {operation} outside of {name}"
+    )
 
 
 @dataclass
