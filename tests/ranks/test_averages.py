@@ -1,6 +1,7 @@
 """run.average: a moving average of the weights with every strategy, in evaluation and in checkpoints."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -127,6 +128,33 @@ def test_a_checkpoint_of_two_ranks_continues_on_one_and_three(ranks, tmp_path, a
     (index,) = (tmp_path / "out").glob("step-*/index.json")
     assert "ema/module.blocks.0.weight" in json.loads(index.read_bytes())
     assert_same(ranks(size, train, tmp_path, strategy, 2), alone)
+
+
+def statistics(folder, save):
+    """Running means of an average whose model has a BatchNorm that sees the rows of its own rank."""
+    with Run(global_batch=8, seed=1, folder=folder / "logs") as run, warnings.catch_warnings(action="ignore"):
+        model = run.wrap(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)))
+        ema, optimizer = run.average(model), torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpoint = run.checkpoint(folder / "out", model=model, ema=ema)
+        if save:
+            for epoch in run.shard(dataset()).epochs(1):
+                for step in epoch:
+                    for inputs, _ in step:
+                        step.mean(model(inputs).square().sum(dim=1)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    ema.update_parameters(model)
+            own = ema.module[0].running_mean.tolist()
+            checkpoint.save()
+            return own
+        return ema.module[0].running_mean.tolist()
+
+
+def test_the_saved_statistics_of_an_average_are_those_of_all_ranks(ranks, tmp_path):
+    first, second = ranks(2, statistics, tmp_path, True)
+    assert first != second
+    mean = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
+    assert ranks(1, statistics, tmp_path, False) == [pytest.approx(mean, abs=1e-6)]
 
 
 def before_and_after(strategy):

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from samestep import Run
+from samestep.data.audit import audit
 from samestep.data.partition import PredictionPartition
 from tests.ranks.models import Mlp
 
@@ -59,6 +60,31 @@ def test_every_sample_is_in_one_batch_that_does_not_depend_on_the_world_size(siz
         real = [batches[number] for number in sorted(batches) if batches[number].real]
         assert [(batch.start, batch.stop) for batch in real] == [(at, min(at + 4, n)) for at in range(0, n, 4)]
         assert all(part.read_range(k)[1] > part.read_range(k)[0] for part in parts for k in range(len(part)))
+
+
+def predict_with_ledger(folder):
+    with Run(global_batch=8, seed=1, folder=folder, ledger=True) as run:
+        data = run.shard(dataset(), micro_batch=4, name="test")
+        return sum(len(x) for x in run.predict(x for x, _ in data))
+
+
+def test_the_ledger_proves_that_every_sample_was_predicted_once(ranks, tmp_path):
+    assert ranks(3, predict_with_ledger, tmp_path) == [N, 0, 0]
+    (shard,) = audit(tmp_path).shards
+    (evaluation,) = shard.evaluations
+    assert (evaluation.samples, evaluation.complete, shard.verdict) == (N, True, "sound")
+
+
+def default_batches(global_batch):
+    with Run(global_batch=global_batch) as run:
+        data = run.shard(dataset(100))
+        return [len(x) for x in run.predict(x for x, _ in data)]
+
+
+def test_batches_have_64_samples_or_the_global_batch(ranks):
+    for size in (1, 2):
+        assert ranks(size, default_batches, 256)[0] == [64, 36]
+        assert ranks(size, default_batches, 40)[0] == [40, 40, 20]
 
 
 def draw_in_predictions():
