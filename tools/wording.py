@@ -46,7 +46,6 @@ NAMES = {
     "terms": "context, data_config",
     "ground": "context",
     "grounds": "contexts",
-    "patience": "timeout",
     "crowd": "oversubscribed",
     "spare": "exclude, padding",
     "awake": "trainable",

@@ -166,6 +166,13 @@ class RunContext:
     lockstep: bool = False
     """Whether an evaluation must give all ranks the same number of batches, since the model needs all ranks."""
 
+    before_save: list[Callable[[], object]] = field(default_factory=list)
+    """Called on all ranks before the state of a checkpoint is collected, which must not wait for other ranks."""
+    predicts: bool = False
+    """Whether `run.predict` reads: then shards hand out batches that are the same on any number of ranks."""
+    prediction: tuple[int, bool] | None = None
+    """The number of the batch that such a shard has handed out, and whether it has samples."""
+
     def __post_init__(self) -> None:
         self.late_checks = LateChecks()
         self.metrics = MetricSync(self.comm, self.device, self.loggers)

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import deepcopy
 from datetime import timedelta
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -199,6 +200,34 @@ def around_reduction(before: Callable[[], None], after: Callable[[], None]) -> N
         after_backward(after)
 
     after_backward(first)
+
+
+def copy_without_weights(model: nn.Module) -> nn.Module:
+    """A copy of a model that FSDP has sharded, as it was before: its sharded parameters are on the meta device.
+
+    torch cannot copy such a model. Its class, its hooks and its registry entries are those of FSDP, and are left out.
+    """
+    sharded: dict[Any, type[nn.Module]] = {each: type(each) for each in model.modules() if is_fsdp(each)}
+    states = [each._get_fsdp_state() for each in sharded]
+    memo: dict[int, object] = {id(state): state for state in states}
+    for parameter in model.parameters():
+        if is_dtensor(parameter):
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    try:
+        for each, kind in sharded.items():
+            each.__class__ = kind.__mro__[2]  # the class that FSDP has extended
+        copied = deepcopy(model, memo)
+    finally:
+        for each, kind in sharded.items():
+            each.__class__ = kind
+    for each in copied.modules():
+        for name in [name for name in vars(each) if name.startswith("__composable_api_state_key")]:
+            del vars(each)[name]
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):  # pyright: ignore[reportPrivateUsage]
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in states]:
+                del hooks[key]
+    return copied
 
 
 def reduce_unused_as_zeros(model: "FSDPModule") -> None:

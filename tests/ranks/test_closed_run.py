@@ -12,6 +12,7 @@ from samestep import Run
 from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.errors import CommunicationError, SamestepError
 from samestep.teacher.teacher import Teacher
+from samestep.training.early_stopping import EarlyStopping
 from samestep.training.shard import Shard
 from samestep.training.step import Step
 from samestep.training.stream import Stream
@@ -29,9 +30,11 @@ OUTSIDE = "was called outside of"
 CALLS = {
     Run: {
         "__enter__": ((), CLOSED), "agree": ((True,), CLOSED), "all_reduce": ((torch.ones(1), "sum"), CLOSED),
-        "barrier": ((), CLOSED), "checkpoint": (("out",), CLOSED), "evaluate": ((nn.Linear(1, 1),), CLOSED),
-        "gather": ((torch.ones(1),), CLOSED), "log": (({"a": 1.0},), CLOSED), "max": (([1],), CLOSED),
-        "mean": (([1],), CLOSED), "means": (([{"a": 1}],), CLOSED), "once": ((int,), CLOSED),
+        "average": ((nn.Linear(1, 1),), CLOSED), "barrier": ((), CLOSED), "checkpoint": (("out",), CLOSED),
+        "early_stopping": ((1,), CLOSED), "evaluate": ((nn.Linear(1, 1),), CLOSED),
+        "gather": ((torch.ones(1),), CLOSED), "gather_objects": ((1,), CLOSED), "log": (({"a": 1.0},), CLOSED),
+        "max": (([1],), CLOSED), "mean": (([1],), CLOSED), "means": (([{"a": 1}],), CLOSED),
+        "metric": ((None,), CLOSED), "once": ((int,), CLOSED), "predict": ((iter([1]),), CLOSED),
         "shard": (([1, 2],), CLOSED), "start": ((), CLOSED), "stream": (([1, 2],), CLOSED), "sum": (([1],), CLOSED),
         "teacher": ((lambda: nn.Linear(1, 1),), CLOSED), "wrap": ((nn.Linear(1, 1),), CLOSED),
     },
@@ -49,6 +52,7 @@ CALLS = {
         "rng": ((0,), OF_A_STEP), "sum": ((torch.ones(1),), OF_A_STEP),
     },
     Checkpoint: {"every": ((), CLOSED), "save": ((), CLOSED)},
+    EarlyStopping: {"update": ((1.0,), CLOSED)},
     Teacher: {"__call__": ((torch.ones(1, 1),), CLOSED), "submit": ((torch.ones(1, 1),), CLOSED)},
 }  # fmt: skip
 STILL_WORK = {
@@ -58,6 +62,7 @@ STILL_WORK = {
     Step: {"__len__", "close", "record_loss"},
     Checkpoint: {"wait", "on_run_end", "on_step_end", "on_sync", "on_sync_table", "save_before_exit", "save_seconds",
                  "sync_table", "sync_value", "wants_sync"},
+    EarlyStopping: {"state_dict", "load_state_dict"},
     Teacher: {"close", "describe", "summary"},
 }  # fmt: skip
 
@@ -73,6 +78,7 @@ def closed(tmp_path_factory):
     shard, stream = run.shard(TensorDataset(x, x)), run.stream(Count())
     checkpoint = run.checkpoint(folder / "out", model=model, optimizer=optimizer, data=shard)
     save_file(nn.Linear(1, 1).state_dict(), folder / "teacher.safetensors")
+    stopping = run.early_stopping(patience=1)
     teacher = run.teacher(lambda: nn.Linear(1, 1), weights=folder / "teacher.safetensors", placement="cpu")
     for epoch in shard.epochs(1):
         for step in epoch:
@@ -81,7 +87,8 @@ def closed(tmp_path_factory):
             optimizer.step()
             optimizer.zero_grad()
     run.close()
-    return {Run: run, Shard: shard, Stream: stream, Step: step, Checkpoint: checkpoint, Teacher: teacher}
+    of_run = {Run: run, Shard: shard, Stream: stream, Step: step, Checkpoint: checkpoint, Teacher: teacher}
+    return of_run | {EarlyStopping: stopping}
 
 
 def public_methods(kind):

@@ -268,3 +268,54 @@ def test_labels_that_count_from_0_on_every_rank_raise(ranks):
     with pytest.raises(RankFailed) as failed:  # only rank 1 raises, and rank 0 waits for it
         ranks(2, train, own_labels, "ddp")
     assert expected in failed.value.errors[1]
+
+
+def gathered_objects():
+    with Run(global_batch=4) as run:
+        big = torch.arange(6.0).reshape(3, 2)
+        mine = {"rank": run.rank, "view": big[run.rank :, 1], "names": ("a",) * run.rank, "bf16": big[:1].bfloat16()}
+        found = run.gather_objects(mine)
+        found[0]["view"] += 1  # copies, also of this rank's own object
+        return [
+            (each["rank"], each["view"].tolist(), each["names"], each["bf16"].dtype) for each in found
+        ], big.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_rank_gets_the_objects_of_all_ranks(ranks, size):
+    columns = [[2.0, 4.0, 6.0], [3.0, 5.0], [5.0]]
+    expected = [(rank, columns[rank], ("a",) * rank, torch.bfloat16) for rank in range(size)]
+    whole = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert ranks(size, gathered_objects) == [(expected, whole)] * size
+
+
+def special_tensors():
+    tensors = [
+        torch.zeros(()),
+        torch.zeros(0, 3),
+        torch.tensor([True]),
+        torch.tensor([1 + 2j]).conj(),
+        torch.eye(2).to_sparse(),
+        nn.Parameter(torch.ones(2)),
+    ]
+    with Run(global_batch=4) as run:
+        return tensors, run.gather_objects(tensors)[-1]
+
+
+def test_tensors_of_any_kind_are_gathered(ranks):
+    for tensors, found in ranks(2, special_tensors):
+        for one, other in zip(tensors, found, strict=True):
+            assert (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)
+            assert torch.equal(one.to_dense(), other.to_dense())
+
+
+def gather_a_lambda(on_rank):
+    with Run(global_batch=4) as run:
+        run.gather_objects({"f": (lambda: 1) if run.rank == on_rank else 1})
+
+
+@pytest.mark.parametrize(("size", "on_rank"), [(1, 0), (2, 1)])
+def test_an_object_that_does_not_pickle_is_named_on_every_rank(ranks, size, on_rank):
+    for text in ranks.errors(size, gather_a_lambda, on_rank):
+        assert f"CommunicationError: run.gather_objects cannot pickle what rank {on_rank} passed, a dict: " in text
+        assert "pass numbers, text, tensors, or lists and dictionaries of them, and no lambda, open file" in text

@@ -218,8 +218,13 @@ class Checkpoint(StepCallback):
                     "must save the same step; call checkpoint.save at the same point on every rank"
                 )
         context.replicas.check(f"before the checkpoint of step {number}", context.progress.steps_of_process)
-        for model in context.models:
-            average_running_stats(comm, model.inner)  # they differ between ranks, and only one rank's are saved
+        # they differ between ranks, and only one rank's are saved
+        for module in {
+            id(each): each for each in (*(model.inner for model in context.models), *self.parts.modules)
+        }.values():
+            average_running_stats(comm, module)
+        for prepare in context.before_save:
+            prepare()
         state, tensors, name = run_on_every_rank(
             comm, "checkpoint.save", CheckpointError, self._collect, number, describe=describe_state_error
         )

@@ -86,6 +86,11 @@ class Parts:
         """Whether each part is a model, an optimizer or other state."""
         return {name: _kind(part) for name, part in self._parts.items()}
 
+    @property
+    def modules(self) -> Iterable[nn.Module]:
+        """The parts that are modules: models that train, and others, such as the average of one."""
+        return self._models.values()
+
     def may_contain(self, data: object) -> bool:
         """Whether the position in a shard or stream is saved: as a part, or possibly within an object of the user."""
         return any(part is data or _is_user_object(part) for part in self._parts.values())

@@ -168,9 +168,51 @@ class EvaluationPartition:
         first = start + k * self.rows
         return MicroBatchRows(first, min(first + self.rows, stop), padding=0, padding_position=first)
 
+    def number(self, k: int) -> int:
+        """Return the number by which random draws that belong to no sample are keyed."""
+        return k
+
     @property
     def _shape(self) -> tuple[int, int]:
         return _shape(-(-self.n // self.world_size), self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionPartition:
+    """One pass over every sample exactly once, in batches that are the same on any number of ranks.
+
+    Batch b holds positions b * rows to (b + 1) * rows - 1, and rank b % world_size computes it. With `lockstep` a rank
+    without a batch in the last round gets one padding row.
+
+    >>> partition = PredictionPartition(n=10, rows=4, rank=1, world_size=2)
+    >>> [(partition.number(k), partition.read_range(k)) for k in range(len(partition))]
+    [(1, (4, 8))]
+    """
+
+    n: int
+    rows: int
+    rank: int
+    world_size: int
+    lockstep: bool = False
+
+    def __len__(self) -> int:
+        batches = -(-self.n // self.rows)
+        return -(-(batches if self.lockstep else batches - self.rank) // self.world_size)
+
+    def number(self, k: int) -> int:
+        """Return the number of this rank's batch k among those of all ranks."""
+        return k * self.world_size + self.rank
+
+    def read_range(self, k: int) -> PositionRange:
+        """Return the positions that this rank reads for batch k: its samples or, if it has none, the first one."""
+        batch = self.batch(k)
+        return (batch.start, batch.stop) if batch.real else (0, 1)
+
+    def batch(self, k: int) -> MicroBatchRows:
+        """Return batch k of this rank."""
+        start = min(self.number(k) * self.rows, self.n)
+        stop = min(start + self.rows, self.n)
+        return MicroBatchRows(start, stop, padding=int(start == stop), padding_position=0)
 
 
 def split_evenly(n: int, parts: int, k: int) -> PositionRange:

@@ -1,16 +1,19 @@
 """Collectives of all ranks as users call them: exact means and sums, a gather with a gradient, once, barrier."""
 
 import math
+import pickle
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import reduce
+from io import BytesIO
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from samestep.distributed.communicator import Communicator
@@ -157,6 +160,13 @@ class Collectives:
         mine = torch.cat(parts) if parts else None
         return _gather_rows(self._comm, mine, torch.device("cpu") if mine is None else mine.device)
 
+    def gather_objects(self, value: T) -> list[T]:
+        """`value` of every rank, in rank order, on every rank; any object that pickles, such as a dict of counts.
+
+        Tensors arrive on the CPU. For rows of tensors use `run.gather`, which takes less time and memory.
+        """
+        return gather_objects(self._comm, "run.gather_objects", value)
+
     def once(self, function: Callable[..., T], *args: object, per: Per = "run") -> T:
         """Run `function(*args)` on rank 0; every rank gets its return value, or raises its exception.
 
@@ -251,6 +261,17 @@ class PaddingFilter:
                 "pass a larger micro_batch, use more ranks, or reduce global_batch"
             )
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """(rows, samples among them) of the current batch or step; (0, 0) if it has no padding that is known."""
+        return sum(rows for rows, _ in self._rows), sum(real for _, real in self._rows)
+
+    def drop_batch(self) -> bool:
+        """Whether the current batch has no sample; then it counts as dropped."""
+        rows, samples = self.rows
+        self._dropped = self._dropped or (rows > 0 and not samples)
+        return rows > 0 and not samples
+
     def drop(self, values: torch.Tensor) -> torch.Tensor:
         """`values` without those of padding rows."""
         padding = sum(rows - real for rows, real in self._rows)
@@ -337,6 +358,54 @@ def _iterate(values: Values) -> Iterable[object]:
         f"cannot read numbers from {type(values).__name__}: pass a number, a tensor, or an iterable of them, "
         "such as `(net(x).argmax(-1) == y for x, y in test)`"
     )
+
+
+def gather_objects(comm: Communicator, operation: str, value: T) -> list[T]:
+    """Copies of what every rank passes, in rank order; if one of them does not pickle, every rank raises."""
+    comm.refuse_inside_once(operation)
+    data, problem, failure = b"", None, None
+    try:
+        data = pickle_object(value)
+    except Exception as error:  # noqa: BLE001  # every rank raises it
+        problem, failure = f"{type(value).__name__}: {error}"[:1500], error
+    parts = comm.exchange_objects(operation, (data, problem))
+    try:
+        for rank, (_, text) in enumerate(parts):
+            if text is not None:
+                raise CommunicationError(
+                    f"{operation} cannot pickle what rank {rank} passed, a {text}; pass numbers, text, tensors, or "
+                    "lists and dictionaries of them, and no lambda, open file or class that is defined in a function"
+                ) from (failure if rank == comm.world.rank else None)
+    finally:
+        del failure  # its traceback refers to this frame: together they would live until the garbage collector runs
+    return [pickle.loads(part) for part, _ in parts]
+
+
+def pickle_object(value: object) -> bytes:
+    """The pickled value, with tensors as CPU tensors: of a view its own elements, not all that it is a view of."""
+    buffer = BytesIO()
+    _CpuPickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _CpuPickler(pickle.Pickler):
+    def reducer_override(self, value: object, /) -> Any:
+        """How a tensor is built from its bytes; everything else is pickled as usual."""
+        if type(value) not in (torch.Tensor, nn.Parameter) or not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.layout is not torch.strided or value.is_quantized:
+            return NotImplemented if value.device.type == "cpu" else (_itself, (value.detach().cpu(),))
+        dense = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        data = dense.clone(memory_format=torch.contiguous_format)  # a single element may have any stride
+        return _tensor_of_bytes, (data.view(torch.uint8).numpy(), value.dtype, tuple(value.shape))
+
+
+def _tensor_of_bytes(data: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _itself(value: T) -> T:
+    return value
 
 
 def _to_tensor(value: object) -> torch.Tensor:

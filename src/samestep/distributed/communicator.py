@@ -37,6 +37,7 @@ from samestep.errors import CommunicationError
 from samestep.torch_private import set_group_timeout, wait_until_released
 
 T = TypeVar("T")
+Vector = list[float] | torch.Tensor
 _FRAME_WORDS = 256  # every exchange has this size in 8-byte words, so that different collectives match and are detected
 _LABEL_WORDS = 8  # the first 64 bytes name the collective and the line that called it
 _CAPACITY = _FRAME_WORDS - _LABEL_WORDS - 1  # values per frame
@@ -67,7 +68,8 @@ class Communicator:
         self._store: dist.Store | None = None
         self._board: StatusBoard | None = None
         self._stop_hang_watch: Callable[[], object] = lambda: None
-        self._control_group: dist.ProcessGroup | None = None  # for small exchanges
+        self.control_group: dist.ProcessGroup | None = None
+        """The group over gloo for what is not a tensor of training."""
         self.group: dist.ProcessGroup | None = None
         """The group for tensors of training; None: the default group (see `backends_to_add`)."""
         self._subgroups: list[dist.ProcessGroup] = []  # for tensors of training, of some ranks
@@ -85,7 +87,7 @@ class Communicator:
     @property
     def is_group_destroyed(self) -> bool:
         """Whether the script has destroyed the process group that the run needs."""
-        return self._control_group is not None and not dist.is_initialized()
+        return self.control_group is not None and not dist.is_initialized()
 
     @property
     def store(self) -> dist.Store:
@@ -121,8 +123,8 @@ class Communicator:
             return
         rank, size, self._existing_group = self.world.rank, self.world.size, dist.is_initialized()
         if self._existing_group:  # it may have no backend for CPU tensors
-            self._control_group = new_group("gloo", self.start_timeout)
-            base = store_beside_group(self.world, self._control_group, self.start_timeout)
+            self.control_group = new_group("gloo", self.start_timeout)
+            base = store_beside_group(self.world, self.control_group, self.start_timeout)
         else:
             base = connect_store(self.world, self.start_timeout)
         # torch's agent may keep the store across restarts: a new prefix hides the addresses of dead processes
@@ -131,10 +133,10 @@ class Communicator:
         self._board = StatusBoard(self._store, rank, size)
         self.backend = agree_on_backend(self._store)
         existing = dist.get_backend_config() if self._existing_group else None
-        if self._control_group is None:
+        if self.control_group is None:
             group_store = dist.PrefixStore(f"{generation}/group", base)
             init_process_group(group_store, self.world, self.backend, device, self.start_timeout)
-            self._control_group = new_group("gloo", self.start_timeout)
+            self.control_group = new_group("gloo", self.start_timeout)
         if backends := backends_to_add(existing, self.backend):
             self.group = new_group(backends, self.start_timeout)
         self._stop_hang_watch = watch_hangs(self.backend, self._store, rank, size, close_files)
@@ -149,17 +151,17 @@ class Communicator:
         self._stop_hang_watch()
         self._board.end(None)
         # if the default group serves (group is None), it can send CPU tensors
-        for group in (self.group, self._control_group):
+        for group in (self.group, self.control_group):
             last = torch.zeros(1)  # rank 0 may host the store: it must not exit before all ranks have read from it
             dist.all_reduce(last, group=group)
             wait_until_released(last)
         if not self._existing_group:
             dist.destroy_process_group()
         else:
-            for group in filter(None, (*self._subgroups, self.group, self._control_group)):
+            for group in filter(None, (*self._subgroups, self.group, self.control_group)):
                 dist.destroy_process_group(group)
         self._subgroups.clear()
-        self._board = self._store = self._control_group = self.group = None
+        self._board = self._store = self.control_group = self.group = None
 
     def leave(self, exit_line: str | None = None) -> None:
         """Post that this rank leaves its run; after sys.exit(0) at `exit_line`, wait until all do, and raise if not."""
@@ -189,7 +191,7 @@ class Communicator:
             return
         self._timeout_option, self.timeout = "step_timeout", self._step_timeout
         if not self.alone and dist.group.WORLD is not None:
-            groups = (dist.group.WORLD, self.group, self._control_group, self._scalar_group, *self._subgroups)
+            groups = (dist.group.WORLD, self.group, self.control_group, self._scalar_group, *self._subgroups)
             for group in filter(None, groups):
                 set_group_timeout(self._step_timeout, group)
 
@@ -212,9 +214,9 @@ class Communicator:
             self._scalar_group = new_small_group(self.timeout)
         return self._scalar_group
 
-    def exchange(self, operation: str, values: list[float] | torch.Tensor) -> list[torch.Tensor]:
+    def exchange(self, operation: str, values: Vector, site: str | None = None) -> list[torch.Tensor]:
         """All-gather float64 vectors, in rank order; one collective for up to 247 values per rank."""
-        pending = self.start_exchange(operation, values)
+        pending = self.start_exchange(operation, values, site)
         while (gathered := self.continue_exchange(pending)) is None:
             pass
         return gathered
@@ -223,16 +225,16 @@ class Communicator:
         """Like `exchange` for any value that pickles; for small values that are exchanged rarely."""
         return [unpack_object(part) for part in self.exchange(operation, pack_object(value))]
 
-    def start_exchange(self, operation: str, values: list[float] | torch.Tensor) -> "PendingExchange":
-        """Start an exchange without waiting for it.
+    def start_exchange(self, operation: str, values: Vector, site: str | None = None) -> "PendingExchange":
+        """Start an exchange without waiting for it; `site` replaces the line of the script that runs now.
 
         Every rank must start it, and later call `continue_exchange`, between the same two collectives.
         """
         self.refuse_inside_once(operation)
         mine = torch.as_tensor(values, dtype=torch.float64).reshape(-1)
-        pending = PendingExchange(operation, f"{operation} at {call_site()}", mine)
+        pending = PendingExchange(operation, f"{operation} at {site or call_site()}", mine)
         if not self.alone:
-            pending.start(_pack(pending.label, mine), self.world.size, self._control_group)
+            pending.start(_pack(pending.label, mine), self.world.size, self.control_group)
         return pending
 
     def continue_exchange(self, pending: "PendingExchange") -> list[torch.Tensor] | None:
@@ -247,7 +249,7 @@ class Communicator:
             if len(pending.works) == 1:
                 pending.lengths = pending.check_frames(self.world.rank)
                 if max(pending.lengths) > _CAPACITY:
-                    pending.start(pending.padded(), self.world.size, self._control_group)
+                    pending.start(pending.padded(), self.world.size, self.control_group)
                     return None
             return pending.values()
 
@@ -268,7 +270,7 @@ class Communicator:
 
     @contextmanager
     def running_once(self, operation: str) -> Generator[None]:
-        """Mark that this rank runs a function for all ranks, so that it starts no collective meanwhile."""
+        """Mark that this rank runs code for all ranks, so that it starts no collective meanwhile."""
         self._inside_once = Communicator.once_of_process = operation
         if self._board is not None:
             self._board.change("working")
@@ -292,10 +294,7 @@ class Communicator:
                 "after `with Run`"
             )
         if self._inside_once is not None:
-            raise CommunicationError(
-                f"{operation} at {call_site()} was called inside {self._inside_once}: only one rank runs that "
-                f"function, so the others never reach this call; call {operation} outside of run.once"
-            )
+            raise _inside_once_error(operation, self._inside_once)
 
     def check_peers(
         self, since: float, before: dict[int, RankStatus], timeout: float, operation: str | None = None
@@ -346,6 +345,15 @@ class Communicator:
         if diverged := self._board.diverged(peers):
             raise self._board.diverged_error(own, diverged) from error
         raise self._board.timeout_error(own, waited, self.timeout, self._timeout_option, peers) from error
+
+
+def _inside_once_error(operation: str, outer: str) -> CommunicationError:
+    name = outer.partition("(")[0]
+    part = "function" if name == "run.once" else "loop"
+    return CommunicationError(
+        f"{operation} at {call_site()} was called inside {outer}: only one rank runs that {part}, so the others never "
+        f"reach this call; call {operation} outside of {name}"
+    )
 
 
 @dataclass
@@ -402,6 +410,17 @@ def sum_tensor(comm: Communicator, operation: str, value: torch.Tensor) -> torch
     total = value.clone()
     dist.all_reduce(total, group=comm.scalar_group(operation))
     return total
+
+
+def gather_to_main(comm: Communicator, operation: str, data: bytes, lengths: list[int]) -> list[bytes]:
+    """The bytes of all ranks in rank order on rank 0, nothing on the others; every rank knows all `lengths`."""
+    if comm.alone or not max(lengths):
+        return [data] if comm.alone else [b""] * comm.world.size * comm.world.is_main
+    payload = torch.from_numpy(np.frombuffer(data.ljust(max(lengths), b"\0"), dtype=np.uint8).copy())
+    gathered = [torch.empty_like(payload) for _ in lengths] if comm.world.is_main else None
+    with comm.collective(operation):
+        dist.gather(payload, gathered, dst=0, group=comm.control_group)
+    return [part[:length].numpy().tobytes() for part, length in zip(gathered or (), lengths, strict=False)]
 
 
 def pack_object(value: object) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """FSDP2: weights, gradients and optimizer state sharded over the ranks, block by block."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,42 +30,67 @@ def shard_model(
     cpu_offload: bool = False,
     keep_unsharded: bool = False,
     compile: bool = False,
-) -> None:
+) -> Callable[[nn.Module], object]:
     """Shard `model` in place, with values from `weights`, block by block: a device holds its shards and one block.
+
+    Returns a function that shards a copy of the model, without weights, in the same way.
 
     `dtype` is that of forward and backward passes and of outputs; gradients are reduced in fp32. `hybrid` shards inside
     a node and replicates between nodes. `keep_unsharded` keeps gathered weights from the forward to the backward pass.
     `compile` compiles block by block, so that gathering stays outside of compiled code.
     """
     # not above: runs without FSDP import samestep, too, and this takes most of a second
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     check_dimensions(model)
     mesh = _hybrid_mesh(comm, device) if hybrid else mesh_of_ranks(comm, device)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
-    frozen, sharded_blocks = frozen_parts(model).values(), find_blocks(model, blocks)
+    sharded_blocks = find_blocks(model, blocks)
     for block in sharded_blocks if compile else ():
         block.compile()
+    names = list(_own_blocks(model, sharded_blocks))  # those of the copy would follow from its tied weights
 
-    def shard(name: str, part: nn.Module, reshard: bool | None = None) -> "FSDPModule":
-        if weights.read is None:  # otherwise each rank reads its part of the files afterwards
-            weights.place(name, part)
-        ignored = {parameter for each in frozen for parameter in each.parameters()}
+    def shard(root: nn.Module, name: str, frozen: Sequence[nn.Module]) -> "FSDPModule":
         return fully_shard(
-            part,
+            root.get_submodule(name),
             mesh=mesh,
             mp_policy=policy,
-            reshard_after_forward=reshard,
+            reshard_after_forward=False if keep_unsharded and name else None,
             offload_policy=offload,
-            ignored_params=ignored,
+            ignored_params={parameter for each in frozen for parameter in each.parameters()},
         )
 
-    for name, block in _own_blocks(model, sharded_blocks).items():
-        shard(name, block, False if keep_unsharded else None)
-    reduce_unused_as_zeros(shard("", model))
+    def shard_all(root: nn.Module, before: Callable[[str, nn.Module], object] | None) -> "FSDPModule":
+        frozen = list(frozen_parts(root).values())
+        sharded = dict[str, FSDPModule]()
+        for name in (*names, ""):
+            if before is not None:
+                before(name, root.get_submodule(name))
+            sharded[name] = shard(root, name, frozen)
+        return sharded[""]
+
+    # with weights in files each rank reads its part of them afterwards
+    reduce_unused_as_zeros(shard_all(model, weights.place if weights.read is None else None))
     if weights.read is not None:
         weights.load_shards(cpu_offload)
+    return lambda copied: shard_all(copied, None)
+
+
+def fill_copy(copied: nn.Module, model: nn.Module) -> None:
+    """Give a copy that was sharded on the meta device the values of the model: each rank copies its own part."""
+    sources = dict(model.named_parameters())
+    missing = [name for name, parameter in copied.named_parameters() if parameter.is_meta]
+    device = sources[missing[0]].device  # that of all sharded parameters: a GPU, or the CPU with cpu_offload
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    copied._apply(allocate)  # pyright: ignore[reportPrivateUsage]  # to_empty would empty all tensors
+    filled = dict(copied.named_parameters())
+    with torch.no_grad():
+        for name in missing:
+            filled[name].copy_(sources[name])
 
 
 def check_dimensions(model: nn.Module) -> None:

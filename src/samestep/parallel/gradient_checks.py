@@ -42,10 +42,16 @@ class UsedParameters:
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         # cleared after every step, since the hooks that fill it live as long as the parameters
         self._seen: dict[str, torch.Tensor] = {}
+        self._model = model
         if is_fsdp(model):  # the parameters it computes with exist after the first forward pass
             self._first_forward = model.register_forward_hook(self._watch_gathered)
         else:
             self._watch(dict(model.named_parameters()))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "UsedParameters":
+        """Itself: a copy of the model, such as its moving average, is not watched."""
+        del memo
+        return self
 
     def start(self) -> None:
         """Forget earlier micro-batches."""
@@ -63,6 +69,8 @@ class UsedParameters:
         return [name for name in self._names if name not in seen]
 
     def _watch_gathered(self, model: nn.Module, *_: object) -> None:
+        if model is not self._model:
+            return
         self._first_forward.remove()
         self._watch(gathered_parameters(model))
 

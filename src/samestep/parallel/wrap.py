@@ -89,8 +89,9 @@ def wrap(
     _add_forward_hooks(model, core, device, options, precision, autocast=not sharded or bool(parts))
     if precision.compile:
         report_large_outputs(core, report, whole=not sharded)
+    shard_copy = None
     if sharded:
-        shard_model(
+        shard_copy = shard_model(
             model,
             comm,
             device,
@@ -110,7 +111,8 @@ def wrap(
         if options.unused_parameters == "allow":
             SearchCost(trained, core, report)
     used = UsedParameters(model) if options.unused_parameters == "error" else None
-    return WrappedModel(model, core, trained, strategy, used, PassOrder(model, comm) if sharded else None)
+    passes = PassOrder(model, comm) if sharded else None
+    return WrappedModel(model, core, trained, strategy, used, passes, shard_copy)
 
 
 def choose_strategy(comm: Communicator, options: WrapOptions) -> tuple[Strategy, str]:

@@ -35,9 +35,12 @@ class WrappedModel:
         strategy: str,
         used: UsedParameters | None,
         passes: PassOrder | None,
+        shard_copy: Callable[[nn.Module], object] | None = None,
     ) -> None:
         self.inner, self.core, self.model, self.strategy = inner, core, model, strategy
         self.batchnorms = batchnorms_outside_frozen(inner)  # BatchNorm layers that update their statistics in training
+        self.shard_copy = shard_copy
+        """Shards a copy of a sharded model, on the meta device, in the same way."""
         self._used, self._passes = used, passes
         self._backward_passes = BackwardPasses(model) if isinstance(model, DistributedDataParallel) else None
         self._trainable = {id(p): p.requires_grad for p in inner.parameters()}

@@ -1,26 +1,27 @@
-"""`run.wrap` and `run.evaluate`: a model registered with the run for training, and in evaluation mode."""
+"""`run.wrap` and `run.average`: a model registered with the run for training, and a moving average of its weights."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from samestep.context import RunContext, next_seed, seed_all_ranks
 from samestep.data.loader import list_tensors, move_to_device
 from samestep.distributed.once import run_on_every_rank
-from samestep.errors import CommunicationError, DataError, TeacherError, WrapError
+from samestep.errors import DataError, TeacherError, WrapError
 from samestep.messages import format_list
-from samestep.parallel.batchnorm import average_running_stats
+from samestep.parallel.fsdp import fill_copy, local_tensor
 from samestep.parallel.materialize import Read, saved_tensors
 from samestep.parallel.precision import convert_weights
 from samestep.parallel.wrap import WrapOptions, check_options, wrap
-from samestep.parallel.wrapped_model import WrappedModel
 from samestep.teacher.frozen_model import common_prefix, explain_prefix, first_difference, unsaved_buffers
 from samestep.teacher.model_files import Weights, module_names, open_weights, unused_names
+from samestep.torch_private import copy_without_weights
 from samestep.training.auto_plan import RunPlan, plan_run
 from samestep.training.mistakes import check_not_wrapped
 from samestep.training.run_description import describe_model
@@ -155,43 +156,31 @@ def _type_problems(files: Weights, tensors: Mapping[str, tuple[torch.Tensor, str
     return {"of another shape in the file": shapes, "of another kind of dtype in the file": dtypes}
 
 
-@contextmanager
-def evaluate(context: RunContext, model: nn.Module, teacher_needs_all_ranks: bool) -> Generator[nn.Module]:
-    """Yield the module to call; the mode of every submodule is restored afterwards, also after an exception."""
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+def average_model(context: RunContext, model: nn.Module, decay: float) -> AveragedModel:
+    """What `run.average` does: torch's average of the user's module, sharded as the module is."""
+    wrapped = context.find_wrapped(model) if isinstance(model, nn.Module) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # scripts are not type-checked
+    if wrapped is None:
         raise WrapError(
-            f"run.evaluate needs a torch.nn.Module, got {type(model).__name__}: pass the model that run.wrap returned"
+            f"run.average got a {type(model).__name__} that run.wrap has not returned: wrap the model first, and pass "
+            "what run.wrap returned"
         )
-    wrapped = context.find_wrapped(model)
-    _check_same_model(context, type(model if wrapped is None else wrapped.inner).__name__, wrapped)
-    net = model if wrapped is None else wrapped.core
-    average_running_stats(context.comm, net)  # the average of a model has its own running statistics
-    modes = [(module, module.training) for module in net.modules()]
-    before = context.lockstep
-    sharded = wrapped is not None and wrapped.sharded
-    context.lockstep = not context.comm.alone and (sharded or teacher_needs_all_ranks)
-    net.eval()
-    try:
-        with torch.no_grad(), context.evaluation():
-            yield net
-    finally:
-        context.lockstep = before
-        if wrapped is not None:
-            wrapped.reshard()
-        for module, training in modes:
-            module.training = training
+    if not isinstance(decay, Real) or not 0 <= decay <= 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise WrapError(
+            f"run.average got decay={decay!r}: pass the weight of the old average, a number from 0 to 1, such as 0.999"
+        )
+    update = get_ema_multi_avg_fn(decay)
 
+    def average(averaged: Sequence[torch.Tensor], current: Sequence[torch.Tensor], updates: torch.Tensor | int) -> None:
+        """On this rank's parts: torch cannot combine sharded tensors and those of frozen parts in one call."""
+        update(list(map(local_tensor, averaged)), list(map(local_tensor, current)), updates)
 
-def _check_same_model(context: RunContext, name: str, wrapped: WrappedModel | None) -> None:
-    """Raise if not every rank is here, or if ranks evaluate different models; a collective."""
-    own = name, None if wrapped is None else context.models.index(wrapped)
-    for rank, (other, number) in enumerate(context.comm.exchange_objects("run.evaluate", own)):
-        if (other, number) != own:
-            mine, theirs = (f"{kind} (model {i})" for kind, i in (own, (other, number)))
-            raise CommunicationError(
-                f"rank {context.world.rank} evaluates {mine} and rank {rank} evaluates {theirs}: pass the same model "
-                "to run.evaluate on every rank"
-            )
+    if wrapped.shard_copy is None:
+        return AveragedModel(wrapped.inner, multi_avg_fn=average)
+    wrapped.reshard()
+    averaged = AveragedModel(copy_without_weights(wrapped.inner), multi_avg_fn=average)
+    wrapped.shard_copy(averaged.module)
+    fill_copy(averaged.module, wrapped.inner)
+    return averaged
 
 
 def _check_example(example: object) -> None:

@@ -1,17 +1,16 @@
 """`Run`: the live training process, through which a script uses all ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from samestep.context import RunConfig
 from samestep.data.loader import CollateFn, MapDataset
-from samestep.distributed.collectives import Collectives
 from samestep.environment.world import comparison_folder
 from samestep.loggers.logger_thread import Logger
 from samestep.parallel.precision import Precision
@@ -19,9 +18,11 @@ from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
 from samestep.teacher.options import PlacementOptions, TeacherOptions, check_placement_options
 from samestep.teacher.teacher import Teacher, open_teacher
+from samestep.training.early_stopping import EarlyStopping, Mode
+from samestep.training.evaluation import Evaluation
 from samestep.training.lifecycle import Lifecycle
 from samestep.training.mistakes import DATA_HINTS, LOG_HINTS, RUN_HINTS, WRAP_HINTS, explain_keywords
-from samestep.training.models import evaluate, wrap_model
+from samestep.training.models import average_model, wrap_model
 from samestep.training.shard import EpochSettings, Shard
 from samestep.training.stream import Stream
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # torch.distributed.checkpoint is imported by runs that call 
     from samestep.checkpoint.parts import Stateful
 
 
-class Run(Collectives):
+class Run(Evaluation):
     """A training process among its ranks. Use it with `with`, or with `start()` and `close()`.
 
     A single rank needs no process group. After an exception nothing is destroyed, since that can deadlock the other
@@ -82,8 +83,7 @@ class Run(Collectives):
         """
         timeouts = start_timeout, step_timeout
         common = global_batch, seed, folder, backend, *timeouts, replica_check_every, precision, compile, ledger
-        self._lifecycle = Lifecycle(RunConfig(*common, loggers, config))
-        super().__init__(self._lifecycle.comm, self._lifecycle.padding)
+        super().__init__(Lifecycle(RunConfig(*common, loggers, config)))
 
     @property
     def device(self) -> torch.device:
@@ -143,6 +143,15 @@ class Run(Collectives):
         options = WrapOptions(strategy, unused_parameters, sync_batchnorm, *memory, channels_last)
         context, plans = self._lifecycle.context, self._lifecycle.plans
         return wrap_model(context, plans, model, options, example, optimizer, batch_dim, weights)
+
+    def average(self, model: nn.Module, decay: float = 0.999) -> AveragedModel:
+        """An exponential moving average (EMA) of the weights of a wrapped model, with its buffers: a model of its own.
+
+        Call `ema.update_parameters(model)` after `optimizer.step()`, evaluate with `run.evaluate(ema)`, and pass it to
+        `run.checkpoint`. With FSDP it is sharded as the model is. After n updates its weights are
+        `decay * ema + (1 - decay) * model`; the first update copies the model.
+        """
+        return average_model(self._lifecycle.context, model, decay)
 
     @explain_keywords("run.shard(...)", DATA_HINTS)
     def shard(
@@ -246,6 +255,15 @@ class Run(Collectives):
 
         save_pretrained(self._lifecycle.context, model, folder, tokenizer, merge)
 
+    def early_stopping(self, patience: int, *, mode: Mode = "min", min_delta: float = 0.0) -> EarlyStopping:
+        """Decides, the same on all ranks, when a metric has stopped improving; a part for `run.checkpoint`.
+
+        Call `stopping.update(loss)` after each evaluation and leave the loop `if stopping.stopped`, which is so after
+        `patience` updates in a row that are not better than the best by more than `min_delta`. With `mode="max"` a
+        higher value is better.
+        """
+        return EarlyStopping(self._lifecycle.context, patience, mode, min_delta)
+
     def teacher(
         self,
         build: Build | str | Path,
@@ -273,15 +291,6 @@ class Run(Collectives):
         context.on_close.append(teacher.close)  # also after a failure: other ranks may wait for what this one serves
         self._lifecycle.teachers.append(teacher)
         return teacher
-
-    def evaluate(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
-        """`model` in evaluation mode and without gradients, inside `with run.evaluate(model) as net:`.
-
-        The forward pass of `net` needs no other rank, so ranks may have different numbers of batches. A sharded model
-        does need all ranks: then all ranks run the same number of batches, and padding does not count.
-        """
-        needs_all_ranks = any(teacher.lockstep for teacher in self._lifecycle.teachers)
-        return evaluate(self._lifecycle.context, model, needs_all_ranks)
 
     @explain_keywords("run.log(...)", LOG_HINTS)
     def log(self, values: Mapping[str, object], step: int | None = None, now: bool = False) -> None:

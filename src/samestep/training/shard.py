@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,9 +19,10 @@ import torch
 from samestep.data.content_probe import Probe, check_same_options, check_same_samples, hash_values, probe_indices
 from samestep.data.ledger import ShardDescription
 from samestep.data.loader import BatchRequest, CollateFn, Loader, MapDataset, ProbeRequest
-from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition
+from samestep.data.partition import EvaluationPartition, MicroBatchRows, Partition, PredictionPartition
 from samestep.data.permutation import OrderReader, SampleOrder
 from samestep.data.sample_rng import NO_SETTING, SampleIds, evaluation_batch
+from samestep.environment.world import oom_retries
 from samestep.errors import DataError, StateError
 from samestep.training.mistakes import check_data, check_setting
 from samestep.training.step import Step
@@ -38,6 +39,7 @@ from samestep.training.training_data import (
 )
 
 EpochSettings = Callable[[int], object]
+_PREDICTION_ROWS: Final = 64  # of a batch for `run.predict` if the shard has no micro_batch
 
 
 class Shard(TrainingData):
@@ -75,6 +77,8 @@ class Shard(TrainingData):
         by_rank = context.comm.exchange_objects("run.shard", (n, options))
         check_lengths([length for length, _ in by_rank])
         check_same_options("run.shard", [options for _, options in by_rank])
+        # of `run.predict`: they must not depend on the number of ranks
+        self._prediction_rows = max(1, (micro_batch or min(global_batch, _PREDICTION_ROWS)) >> oom_retries())
         self._num_workers = choose_num_workers(context, dataset, num_workers)
         if self._partition.dropped:
             context.print(f"drop_last: {self._partition.dropped} of {n} samples are left out of every epoch")
@@ -154,8 +158,11 @@ class Shard(TrainingData):
             rows = evaluation.batch(k)
             samples = SampleIds(self._name, epoch, list(range(*evaluation.read_range(k))), rows.real)
             keys = partial(self._keys, evaluation_epoch(epoch), np.asarray(samples.indices))
+            number_of_batch = evaluation.number(k)
+            if isinstance(evaluation, PredictionPartition):
+                context.prediction = number_of_batch, rows.real > 0
             with context.padding.batch(rows.real), evaluation_batch(samples, keys):
-                yield from self._evaluate_batch(data, k, keys)
+                yield from self._evaluate_batch(data, number_of_batch, keys)
             if self._ledger:
                 self._ledger.record_evaluation(number, k, rows.start, rows.real)
         if self._ledger:
@@ -229,8 +236,12 @@ class Shard(TrainingData):
     def _compare(self, probes: list[Probe]) -> None:
         check_same_samples(self._dataset, self._gather_probes(probes))
 
-    def _evaluation(self) -> EvaluationPartition:
+    def _evaluation(self) -> EvaluationPartition | PredictionPartition:
         partition = self._partition
+        if self._context.predicts:
+            return PredictionPartition(
+                partition.n, self._prediction_rows, partition.rank, partition.world_size, self._context.lockstep
+            )
         rows = partition.micro_batch or -(-partition.global_batch // partition.world_size)
         return EvaluationPartition(
             partition.n, rows, partition.rank, partition.world_size, lockstep=self._context.lockstep

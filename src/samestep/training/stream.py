@@ -105,6 +105,11 @@ class Stream(TrainingData):
 
     def _evaluation_batches(self) -> Iterator[Any]:
         """All records once, in batches of this rank; not for sharded models, which need the same number per rank."""
+        if self._context.predicts:
+            raise DataError(
+                "run.predict got values of a stream, whose batches depend on the number of ranks: pass a dataset with "
+                "a length to run.shard"
+            )
         if self._context.lockstep:
             raise DataError(
                 "a sharded model cannot be evaluated on a stream: its ranks need the same number of batches, and the "
