@@ -13,7 +13,7 @@ import click
 
 from samestep.cli.main import NumberRange, accept_underscores, output_failure
 from samestep.environment.hardware import probe_bf16, read_hardware
-from samestep.environment.processes import allow_open_files, files_of_launcher, launcher_variable
+from samestep.environment.processes import allow_open_files, end_with_parent, files_of_launcher, launcher_variable
 from samestep.environment.world import MAX_RANKS, PRECISION, export, read_environ
 from samestep.errors import TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.job import (
@@ -86,6 +86,7 @@ _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 @click.option("--show-ranks", "show", type=click.Choice(["first", "all"]), default="first", show_default=True,
               help="Whose output the console shows; the logs in the folder contain all ranks.")  # fmt: skip
 @click.option("--verbose", is_flag=True, help="Show the log of torch's agent.")
+@click.option("--parent", type=int, hidden=True)  # the process that called samestep.launch, and raises the failure
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(
     script: tuple[str, ...],
@@ -100,6 +101,7 @@ def command(
     on_hang: OnHang | None,
     show: ShowRanks,
     verbose: bool,
+    parent: int | None,
     **rendezvous_options: Any,
 ) -> int:
     """Start SCRIPT as ranks that train together; the exit code is that of the rank that fails first."""
@@ -109,6 +111,8 @@ def command(
         raise LaunchError(
             "--on-hang restart needs restarts, and --max-restarts is 0: add --max-restarts 3, or pass --on-hang stop"
         )
+    if parent is not None:
+        end_with_parent(parent)
     output_failure(required=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
@@ -134,6 +138,7 @@ def command(
         verbose=verbose,
         time_limit=time_limit or "",
         on_hang=on_hang or "default",
+        shows_failure=parent is None,
     )
     if problem := allow_open_files(files_of_launcher(job.processes)):
         raise LaunchError(f"{problem}; or start fewer ranks")
