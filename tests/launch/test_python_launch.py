@@ -82,7 +82,9 @@ def test_the_exception_of_the_rank_that_failed_is_raised_with_the_report(capfd):
 
     assert raised.value.index == 7
     (note,) = raised.value.__notes__
-    assert note.startswith(f"raised on rank 1 in samestep.launch(lose_sample)\nsamestep: 1 of 2 rank(s) on {HOST} failed;")
+    assert note.startswith(
+        f"raised on rank 1 in samestep.launch(lose_sample)\nsamestep: 1 of 2 rank(s) on {HOST} failed;"
+    )
     assert 'raise SampleLost("sample 7 is lost", 7)' in note.split(f"rank 1 on {HOST}, exit code 1:\n")[1]
     assert "in run_rank" not in note
     assert "Traceback" not in capfd.readouterr().err, "the exception shows the traceback, so the launcher must not"
@@ -186,7 +188,7 @@ def test_a_value_that_this_process_cannot_read_is_an_error(tmp_path):
     ("options", "text"),
     [
         ({"nproc": 0}, 'nproc must be a number of at least 1, "auto", "gpu" or "cpu", got 0'),
-        ({"nproc": "two"}, "nproc must be a number of at least 1, \"auto\", \"gpu\" or \"cpu\", got 'two'"),
+        ({"nproc": "two"}, 'nproc must be a number of at least 1, "auto", "gpu" or "cpu", got \'two\''),
         ({"nproc": 2, "max_restarts": -1}, "max_restarts must be a number of at least 0, got -1"),
         ({"time_limit": "soon"}, "time_limit soon is not a time limit: "),
     ],
@@ -227,7 +229,9 @@ def test_an_open_run_does_not_launch_ranks(monkeypatch):
 
 def test_without_cloudpickle_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(LaunchError, match=r"needs cloudpickle and cannot import it \(.*\): run `pip install cloudpickle`"):
+    with pytest.raises(
+        LaunchError, match=r"needs cloudpickle and cannot import it \(.*\): run `pip install cloudpickle`"
+    ):
         samestep.launch(print)
 
 

@@ -14,7 +14,7 @@ import click
 from samestep.cli.main import NumberRange, accept_underscores, output_failure
 from samestep.environment.hardware import probe_bf16, read_hardware
 from samestep.environment.processes import allow_open_files, end_with_parent, files_of_launcher, launcher_variable
-from samestep.environment.world import MAX_RANKS, PRECISION, export, read_environ
+from samestep.environment.world import MAX_RANKS, PRECISION, PROFILE, export, read_environ, read_steps
 from samestep.errors import TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.job import (
     Job,
@@ -72,6 +72,8 @@ _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 @click.option("--local-addr", "local_address", metavar="HOST", help="Address at which other nodes reach this one.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]),
               help="Replaces the precision of the script; fp64 compares runs without rounding.")  # fmt: skip
+@click.option("--profile", metavar="FIRST:END",
+              help="Write a trace of these steps of rank 0 into the folder, as in 10:13 for the steps 10 to 12.")  # fmt: skip
 @click.option("--max-restarts", type=NumberRange(0, MAX_RANKS), default=0, show_default=True, metavar="N",
               help="How often to restart all ranks after a failure.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the run; default runs/SCRIPT-DATE-TIME.")
@@ -93,6 +95,7 @@ def command(
     module: bool,
     processes: str,
     precision: str | None,
+    profile: str | None,
     max_restarts: int,
     folder: Path | None,
     folder_is_default: bool,
@@ -117,8 +120,7 @@ def command(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
     deadline = None if time_limit is None else time.time() + read_time_limit("--time-limit", time_limit)
-    if precision is not None:
-        export({PRECISION: precision})
+    _export_run_options(precision, profile)
     target, *arguments = script
     check_target(target, module)
     cores = read_hardware().cores.usable
@@ -149,6 +151,15 @@ def command(
         raise LaunchError(
             f"this user may not start more processes ({error.strerror}): start fewer ranks, or raise `ulimit -u`"
         ) from error
+
+
+def _export_run_options(precision: str | None, profile: str | None) -> None:
+    """Set the variables by which the ranks replace an option of their run."""
+    if profile is not None and read_steps(profile) is None:
+        raise LaunchError(
+            f"--profile must be FIRST:END with the first step below the end, as in 10:13, got {shorten(profile)}"
+        )
+    export({name: value for name, value in ((PRECISION, precision), (PROFILE, profile)) if value is not None})
 
 
 def _run(job: Job, signals: SignalHandler, cores: int, gpus: int, deadline: float | None) -> int:

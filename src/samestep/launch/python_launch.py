@@ -124,7 +124,9 @@ def _check_options(nproc: object, max_restarts: object, time_limit: str | None) 
 def _pickle_call(name: str, function: Callable[..., object], arguments: tuple[object, ...]) -> bytes:
     """What the ranks need in order to call the function, as `run_rank` reads it."""
     if not callable(function):
-        raise LaunchError(f"samestep.launch needs a function, got {function!r}: pass the function itself, not its value")
+        raise LaunchError(
+            f"samestep.launch needs a function, got {function!r}: pass the function itself, not its value"
+        )
     cloudpickle = _import_cloudpickle()
     try:
         call = cloudpickle.dumps((function, arguments))

@@ -31,6 +31,7 @@ from samestep.environment.world import (
     deadline,
     export,
     last_step,
+    profiled_steps,
     read_environ,
     read_world,
     refuse_if_only_imported,
@@ -152,6 +153,10 @@ class Lifecycle:
             context.callbacks.append(stragglers)
             context.on_close.append(stragglers.close)
             self._preemption.signals.install()
+            if (steps := profiled_steps()) is not None:
+                from samestep.training.profiler import open_profiler
+
+                open_profiler(self._loop, steps)
         except BaseException as error:
             self.fail(error)  # `with` does not call __exit__ if __enter__ fails
             raise
