@@ -121,7 +121,7 @@ def text_of(outputs: list[dict], name: str) -> str:
 def test_functions_of_a_notebook_run_on_ranks(tmp_path):
     _, trained, failed, interrupted = run_cells(tmp_path, DEFINE, TRAIN, FAIL, WAIT)
 
-    assert trained[-1].get("data", trained[-1]) == {"text/plain": "42.0"}
+    assert trained[-1].get("data", trained[-1]) == {"text/plain": "42"}
     assert text_of(trained, "stdout") == "rank 0 waits for the reader of this line\n", "this line came while it ran"
     assert "samestep: logs in" in text_of(trained, "stderr")
 

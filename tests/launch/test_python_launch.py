@@ -1,6 +1,6 @@
 """`samestep.launch` in scripts: real ranks, their values, their exceptions, and what is left of them.
 
-The functions do not import torch unless they need it, which saves seconds per launch. Notebooks have tests of their own.
+The functions do not import torch unless they need it, which saves seconds. Notebooks have tests of their own.
 """
 
 import os

@@ -75,7 +75,10 @@ def test_each_rank_writes_a_trace_and_a_table(ranks, tmp_path):
         assert table.startswith(f"steps 5 to 6 of rank {rank} of 2 on cpu\nMilliseconds of the host per step: ")
         assert "aten::" in table
         assert "Self CPU" in table
-    text = f"profile of steps 5 to 6 of rank 0, rank 1: traces for https://ui.perfetto.dev, and tables of the slowest operations, in {tmp_path}/profile"
+    text = (
+        "profile of steps 5 to 6 of rank 0, rank 1: traces for https://ui.perfetto.dev, and tables of the slowest "
+        f"operations, in {tmp_path}/profile"
+    )
     assert text in (tmp_path / "log.txt").read_text()
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (event,) = [event for event in events if event["event"] == "profile"]

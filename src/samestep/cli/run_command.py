@@ -72,8 +72,9 @@ _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 @click.option("--local-addr", "local_address", metavar="HOST", help="Address at which other nodes reach this one.")
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]),
               help="Replaces the precision of the script; fp64 compares runs without rounding.")  # fmt: skip
-@click.option("--profile", metavar="FIRST:END",
-              help="Write a trace of these steps of rank 0 into the folder, as in 10:13 for the steps 10 to 12.")  # fmt: skip
+@click.option(
+    "--profile", metavar="FIRST:END", help="Write a trace of these steps of rank 0, as in 10:13 for the steps 10 to 12."
+)
 @click.option("--max-restarts", type=NumberRange(0, MAX_RANKS), default=0, show_default=True, metavar="N",
               help="How often to restart all ranks after a failure.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the run; default runs/SCRIPT-DATE-TIME.")

@@ -187,11 +187,14 @@ def _run_launcher(words: list[str]) -> tuple[int, str]:
     It has a session of its own, so that Ctrl-C in a terminal reaches it once, from here: a second signal would kill
     the ranks, which get time to end. It ends the ranks if this process is killed.
     """
-    streams = {name: _pipe_unless_console(getattr(sys, name), getattr(sys, f"__{name}__")) for name in _STREAMS}
     process = subprocess.Popen(
         [sys.executable, "-m", "samestep", "run", *words],
-        stdin=subprocess.DEVNULL, env=_launcher_environ(), start_new_session=True, **streams,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=_pipe_unless_console(sys.stdout, sys.__stdout__),
+        stderr=_pipe_unless_console(sys.stderr, sys.__stderr__),
+        env=_launcher_environ(),
+        start_new_session=True,
+    )
     copier = _OutputCopier(process)
     interrupt: KeyboardInterrupt | None = None
     try:
@@ -208,9 +211,6 @@ def _run_launcher(words: list[str]) -> tuple[int, str]:
         raise interrupt
     assert process.returncode is not None
     return process.returncode, copier.last_line
-
-
-_STREAMS = ("stdout", "stderr")
 
 
 def _pipe_unless_console(stream: object, original: object) -> int | None:

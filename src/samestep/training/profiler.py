@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import IO, Final
 
 import torch
@@ -47,7 +46,7 @@ class StepProfiler:
         self._loop, self._context = loop, loop.context
         self._left, self._ranks = set(steps), sorted(set(ranks))
         self._records = self._context.world.rank in self._ranks
-        self._options = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stack}
+        self._shapes, self._memory, self._stack = shapes, memory, stack
         self._trained: tuple[int, int] | None = None  # the first and the last step of this process
         self._recorded: list[int] = []  # the steps of the current trace
         self._profile: profile | None = None
@@ -82,7 +81,9 @@ class StepProfiler:
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(device)  # what earlier steps started does not belong to this one
         export({_LOG_LEVEL: read_environ().get(_LOG_LEVEL, "5")})  # else it logs to stderr that it starts and stops
-        self._profile = profile(activities=activities, **self._options)
+        self._profile = profile(
+            activities=activities, record_shapes=self._shapes, profile_memory=self._memory, with_stack=self._stack
+        )
         self._profile.start()
         self._context.times.observer = self._follow
 
