@@ -9,6 +9,7 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
+from tests.e2e.pages import REPOSITORY, fences
 from tests.launch.launched import IMPORT_PATH, MARK, variable, wait_for
 
 pytestmark = [
@@ -129,6 +130,16 @@ def test_functions_of_a_notebook_run_on_ranks(tmp_path):
     assert (failed[-1]["ename"], failed[-1]["evalue"]) == ("SampleLost", "sample 7 is lost")
     shown = "\n".join(failed[-1]["traceback"])
     assert "raised on rank 1 in samestep.launch(lose_sample)" in shown
-    assert 'line 6, in lose_sample\n    raise SampleLost("sample 7 is lost")' in shown, "with the source of the cell"
+    assert 'line 5, in lose_sample\n    raise SampleLost("sample 7 is lost")' in shown, "with the source of the cell"
 
     assert interrupted[-1]["ename"] == "KeyboardInterrupt"
+
+
+def test_the_cells_of_the_page_run(tmp_path):
+    page = (REPOSITORY / "docs" / "notebooks.md").read_text()
+    cells = [block.text for block in fences(page) if block.language == "python"]
+    assert len(cells) == 2
+
+    *_, compared = run_cells(tmp_path, cells[0], "first = loss", cells[1], "abs(first - loss) < 1e-6, loss < 2.3")
+
+    assert compared[-1].get("data", compared[-1]) == {"text/plain": "(True, True)"}
