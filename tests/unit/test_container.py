@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from samestep.environment.container import ContainerInfo, read_container
+from tests.launch.launched import IMPORT_PATH
 
 IPC_OF_HOST = "ipc:[4026531839]"
 READ = """
@@ -128,3 +130,40 @@ def test_a_container_of_real_namespaces_is_read_as_one():
 
 def test_the_record_is_json(tmp_path):
     assert json.loads(json.dumps(asdict(read(tmp_path))))["runtime"] is None
+
+
+BIG_BATCHES = """
+import torch
+from samestep import Run
+
+class Images(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.zeros(3, 512, 512)  # 3 MiB
+
+if __name__ == "__main__":
+    with Run(global_batch=4) as run:
+        for epoch in run.shard(Images(), num_workers=1).epochs(1):
+            for step in epoch:
+                list(step)
+"""
+
+
+@pytest.mark.slow
+def test_data_workers_that_fill_a_small_shm_say_so(tmp_path):
+    (tmp_path / "train.py").write_text(BIG_BATCHES)
+    inside = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" train.py'
+    namespaces = ["unshare", "--mount", "--ipc"]
+    if subprocess.run([*namespaces, "true"], capture_output=True, check=False, timeout=60).returncode:
+        pytest.skip("this user may not create namespaces")
+    command = [*namespaces, "sh", "-c", inside, sys.executable]
+    environ = {**os.environ, **IMPORT_PATH}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path, env=environ)
+    assert done.returncode == 1
+    assert re.search(
+        r"DataError: /dev/shm is full, through which data workers pass batches on rank 0, worker 0: RuntimeError: "
+        r"unable to allocate shared memory.*: start the container with --shm-size=8g or --ipc=host, or pass run.shard",
+        done.stderr,
+    )

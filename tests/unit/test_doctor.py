@@ -20,7 +20,7 @@ from samestep.environment.processes import files_of_launcher
 from samestep.environment.world import World
 
 GIB = 2**30
-SHM_USE = "DataLoader workers pass batches through it, and die with a bus error when it is full"
+SHM_USE = "data workers pass batches through it, and fail when it is full"
 COMMAND = [sys.executable, "-c", "from samestep.cli.doctor_command import command; command()"]
 
 

@@ -14,7 +14,7 @@ from samestep.messages import format_bytes
 _MIN_SHM = 2**30
 _MIN_GPU_MEMORY = 2**30
 _RANK_MEMORY, _GPU_RANK_MEMORY = 2**29, 2 * 2**30  # bytes of a process that imports torch, and of one that uses a GPU
-_SHM_USE = "DataLoader workers pass batches through it, and die with a bus error when it is full"
+_SHM_USE = "data workers pass batches through it, and fail when it is full"
 
 
 @dataclass(frozen=True)
