@@ -18,30 +18,30 @@ from tests.e2e.pages import REPOSITORY, fences, sides
 
 pytestmark = pytest.mark.slow
 
-# What to replace on both sides, before, and after: full steps of 64 samples (64 texts for the Trainer) in dataset order.
-DIGITS = {
-    "images[:1500], labels[:1500]": "images[:1408], labels[:1408]",
-    "range(10)": "range(3)",
-    "epochs(10)": "epochs(3)",
-}
-AFTER = {"shuffle=True": "shuffle=False", "global_batch=128": "global_batch=64"}
+# What to replace on both sides, before and after: steps of 64 samples (32 for the Trainer) in the order of the dataset.
+DIGITS = {"images[:1500], labels[:1500]": "images[:1408], labels[:1408]"}
+RUN = {"shuffle=True": "shuffle=False", "global_batch=128": "global_batch=64", "epochs(10)": "epochs(3)"}
 PAGES = {
-    "migrate-ddp.md": (DIGITS, {"DistributedSampler(train_set, size, rank)": "DistributedSampler(train_set, size, rank, shuffle=False)"}, AFTER),
-    "migrate-accelerate.md": (DIGITS, {"shuffle=True": "shuffle=False"}, AFTER),
-    "migrate-lightning.md": (DIGITS, {"shuffle=True": "shuffle=False", "max_epochs=10": "max_epochs=3"}, AFTER),
+    "migrate-ddp.md": (
+        DIGITS,
+        {"(train_set, size, rank)": "(train_set, size, rank, shuffle=False)", "(start, 10)": "(start, 3)"},
+        RUN,
+    ),
+    "migrate-accelerate.md": (DIGITS, {"shuffle=True": "shuffle=False", "range(10)": "range(3)"}, RUN),
+    "migrate-lightning.md": (DIGITS, {"shuffle=True": "shuffle=False", "max_epochs=10": "max_epochs=3"}, RUN),
     "migrate-trainer.md": (
         {},
-        {"    report_to=": "    train_sampling_strategy=\"sequential\",\n    report_to=", "num_train_epochs=6": "num_train_epochs=2"},
+        {"report_to=": 'train_sampling_strategy="sequential",\n    report_to=',
+         "num_train_epochs=6": "num_train_epochs=2"},
         {"shuffle=True": "shuffle=False", "epochs(6)": "epochs(2)", "6 * len": "2 * len"},
     ),
 }  # fmt: skip
 
 
 def replaced(code: str, *changes: dict[str, str]) -> str:
-    for change in changes:
-        for old, new in change.items():
-            if old in code:
-                code = code.replace(old, new)
+    for old, new in ((old, new) for change in changes for old, new in change.items()):
+        assert old in code, f"the page has no {old}: change this test"
+        code = code.replace(old, new)
     return code
 
 

@@ -184,6 +184,21 @@ def test_a_value_that_this_process_cannot_read_is_an_error(tmp_path):
         python_launch._read_value("train", tmp_path)
 
 
+def test_an_exception_that_this_process_cannot_read_is_an_error(tmp_path):
+    (tmp_path / "error-1.pkl").write_bytes(b"cno_such_module\nName\n.")
+    events = python_launch._EventFile(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / f"launcher-{HOST}.jsonl").write_text(
+        '{"event": "failure", "rank": 1, "report": "the report"}\n'
+    )
+    with pytest.raises(RankFailed) as raised:
+        python_launch._raise_failure("train", 1, "", events, tmp_path)
+    assert str(raised.value) == (
+        "its exception cannot be read in this process (ModuleNotFoundError: No module named 'no_such_module')"
+    )
+    assert raised.value.__notes__ == ["raised on rank 1 in samestep.launch(train)\nthe report"]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

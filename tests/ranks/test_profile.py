@@ -86,7 +86,7 @@ def test_each_rank_writes_a_trace_and_a_table(ranks, tmp_path):
     assert event["files"] == ["profile/rank-0-steps-5-6.json.gz", "profile/rank-1-steps-5-6.json.gz"]
 
 
-def test_steps_that_do_not_follow_each_other_have_traces_of_their_own(ranks, tmp_path):
+def test_steps_that_do_not_follow_each_other_have_separate_traces(ranks, tmp_path):
     assert ranks(1, train, tmp_path, [[0, 2, 3], [7]]) == [[]]
     assert traces(tmp_path)[::2] == [f"rank-0-steps-{steps}.json.gz" for steps in ("0-0", "2-3", "7-7")]
 

@@ -305,7 +305,7 @@ CASES = {
         Problem(
             "ipc-private",
             False,
-            "each of the 4 ranks on this node may be in a container of its own, and this one has a private IPC "
+            "each of the 4 ranks on this node may be in a separate container, and this one has a private IPC "
             "namespace: NCCL could not use shared memory between these ranks",
             "start the containers with --ipc=host, or start one container per node with `samestep run` in it",
         ),

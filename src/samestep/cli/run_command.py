@@ -115,11 +115,7 @@ def command(
         raise LaunchError(
             "--on-hang restart needs restarts, and --max-restarts is 0: add --max-restarts 3, or pass --on-hang stop"
         )
-    if parent is not None:
-        end_with_parent(parent)
-    output_failure(required=False)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
+    _prepare_process(parent)
     deadline = None if time_limit is None else time.time() + read_time_limit("--time-limit", time_limit)
     _export_run_options(precision, profile)
     target, *arguments = script
@@ -152,6 +148,14 @@ def command(
         raise LaunchError(
             f"this user may not start more processes ({error.strerror}): start fewer ranks, or raise `ulimit -u`"
         ) from error
+
+
+def _prepare_process(parent: int | None) -> None:
+    if parent is not None:
+        end_with_parent(parent)
+    output_failure(required=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
 
 
 def _export_run_options(precision: str | None, profile: str | None) -> None:

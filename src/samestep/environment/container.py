@@ -10,8 +10,8 @@ from typing import Final
 
 from samestep.environment.hardware import read_limits
 
-# Programs that are often started as process 1, and are no init: they neither collect ended processes of others nor
-# end by a signal that they do not handle.
+# Programs that are often started as process 1 although they neither collect ended processes of others nor end by a
+# signal that they do not handle, as an init does.
 _NO_INIT: Final = re.compile(
     r"python[\d.]*|samestep|torchrun|accelerate|deepspeed|jupyter.*|sh|dash|sleep|tail|timeout"
 )
@@ -43,7 +43,7 @@ class ContainerInfo:
 
     @property
     def lacks_init(self) -> bool:
-        """Whether process 1 of a container is a program that is no init."""
+        """Whether process 1 of a container is a program that cannot replace an init."""
         return (self.runtime is not None or self.is_process_1) and _NO_INIT.fullmatch(self.process_1) is not None
 
 

@@ -265,7 +265,7 @@ def _ipc_private(machine: MachineInfo) -> Iterator[Finding]:
     if not machine.container.has_host_ipc and world and world.launcher == "slurm" and world.local_size > 1:
         yield (
             False,
-            f"each of the {world.local_size} ranks on this node may be in a container of its own, and this one has a "
+            f"each of the {world.local_size} ranks on this node may be in a separate container, and this one has a "
             "private IPC namespace: NCCL could not use shared memory between these ranks",
             "start the containers with --ipc=host, or start one container per node with `samestep run` in it",
         )

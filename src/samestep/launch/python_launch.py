@@ -1,6 +1,6 @@
 """`samestep.launch`: start ranks from a notebook or a script, and return what the function returns on rank 0.
 
-The launcher is the one of `samestep run`, in a process of its own: it handles signals, adopts orphaned processes and
+The launcher is the one of `samestep run`, in a separate process: it handles signals, adopts orphaned processes and
 ends every process below it, which a notebook's kernel must not do. The function travels through a temporary folder,
 pickled by value if it is defined in a notebook or a script, so that the ranks need not import `__main__`. Its result,
 and the exceptions of the ranks, come back through the same folder.
@@ -184,7 +184,7 @@ class _EventFile:
 def _run_launcher(words: list[str]) -> tuple[int, str]:
     """Run `samestep run` to its end and show its output; returns its exit code and the last line of its messages.
 
-    It has a session of its own, so that Ctrl-C in a terminal reaches it once, from here: a second signal would kill
+    It has a separate session, so that Ctrl-C in a terminal reaches it once, from here: a second signal would kill
     the ranks, which get time to end. It ends the ranks if this process is killed.
     """
     process = subprocess.Popen(
@@ -299,11 +299,12 @@ def _raise_failure(name: str, code: int, last_words: str, events: _EventFile, ex
 
 
 def _read_error(path: Path) -> Exception | None:
-    """The exception of a rank; None if it left none, or if it cannot be unpickled here."""
+    """The exception of a rank; None if it left none, as one that cannot be pickled."""
+    data = path.read_bytes() if path.exists() else b""
     try:
-        return pickle.loads(path.read_bytes())
-    except Exception:  # noqa: BLE001  # the report has its traceback
-        return None
+        return pickle.loads(data) if data else None
+    except Exception as error:  # noqa: BLE001  # for example of a module that only the ranks can import
+        return RankFailed(f"its exception cannot be read in this process ({type(error).__name__}: {error})")
 
 
 def _read_value(name: str, exchange: Path) -> Any:

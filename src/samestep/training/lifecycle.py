@@ -153,10 +153,7 @@ class Lifecycle:
             context.callbacks.append(stragglers)
             context.on_close.append(stragglers.close)
             self._preemption.signals.install()
-            if (steps := profiled_steps()) is not None:
-                from samestep.training.profiler import open_profiler
-
-                open_profiler(self._loop, steps)
+            _profile_steps_of_environment(self._loop)
         except BaseException as error:
             self.fail(error)  # `with` does not call __exit__ if __enter__ fails
             raise
@@ -368,6 +365,13 @@ class Lifecycle:
             self._loggers.record("end", describe_end(status, self._loop, self._error))
             self._error = None  # it would keep its frames alive
             self._loggers.close(self.summary(status) | ledger if wanted else {})
+
+
+def _profile_steps_of_environment(loop: StepLoop) -> None:
+    if (steps := profiled_steps()) is not None:
+        from samestep.training.profiler import open_profiler  # imported by runs that use it
+
+        open_profiler(loop, steps)
 
 
 def _describe_ledgers(context: RunContext, files: dict[str, object], folders: list[Path]) -> dict[str, object]:
