@@ -13,6 +13,7 @@ from torch import nn
 from samestep import Run
 from samestep.environment.world import PROFILE, profiled_steps
 from samestep.errors import WorldError
+from tests.launch.launched import start
 
 STEPS_PER_EPOCH = 4
 
@@ -212,3 +213,29 @@ def after_profile(folder):
 
 def test_nothing_is_called_any_more_after_the_last_step(ranks, tmp_path):
     assert ranks(1, after_profile, tmp_path) == [([], None)]
+
+
+SCRIPT = """
+    import torch
+    from samestep import Run
+
+    with Run(global_batch=4) as run:
+        for epoch in run.shard([torch.ones(3)] * 20).epochs(1):
+            for step in epoch:
+                for x in step:
+                    x + 1
+"""
+
+
+@pytest.mark.slow
+def test_samestep_run_profiles_a_script_as_it_is(tmp_path, tmp_path_factory):
+    cache = {"XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache")}
+    options = ["--profile", "2:4", "--nproc-per-node", "1", "--folder", "kept", "train.py"]
+    ended = start(tmp_path, SCRIPT, *options, env=cache).finish()
+    assert ended.code == 0, ended.err
+    assert "profile of steps 2 to 3 of rank 0: traces for https://ui.perfetto.dev" in ended.out
+    assert ended.err.count("\n") == 1, "torch's profiler writes nothing to stderr, only the launcher does"
+    assert named(read_trace(tmp_path / "kept" / "profile" / "rank-0-steps-2-3.json.gz"), "steps") == [
+        "step 2",
+        "step 3",
+    ]

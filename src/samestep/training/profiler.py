@@ -1,7 +1,7 @@
 """`run.profile`: a trace of some steps for Perfetto or Chrome, and a table of their slowest operations.
 
 torch's profiler records operations and kernels. The steps and their phases (data, forward, backward, optimizer) are
-rows of their own: `StepTimes` knows the phases, which begin in other threads too, for example in that of a backward
+separate rows: `StepTimes` knows the phases, which begin in other threads too, for example in that of a backward
 pass on a GPU, so they are added to the trace when it is written.
 """
 
@@ -80,7 +80,7 @@ class StepProfiler:
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(device)  # what earlier steps started does not belong to this one
-        export({_LOG_LEVEL: read_environ().get(_LOG_LEVEL, "5")})  # else it logs to stderr that it starts and stops
+        export({_LOG_LEVEL: read_environ().get(_LOG_LEVEL, "99")})  # else it logs to stderr that it starts and stops
         self._profile = profile(
             activities=activities, record_shapes=self._shapes, profile_memory=self._memory, with_stack=self._stack
         )
