@@ -11,6 +11,7 @@ import json
 import linecache
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
@@ -73,7 +74,8 @@ def launch(
     _refuse_in_rank(name)
     _check_options(nproc, max_restarts, time_limit)
     data = _pickle_call(name, function, arguments)
-    run_folder = make_folder(None if folder is None else Path(folder), folder_name(name, datetime.now().astimezone()))
+    default = folder_name(re.sub(r"\W", "", name), datetime.now().astimezone())  # without the <> of a lambda
+    run_folder = make_folder(None if folder is None else Path(folder), default)
     options = {
         "--nproc-per-node": str(nproc),
         "--folder": str(run_folder.absolute()),
