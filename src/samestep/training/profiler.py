@@ -127,7 +127,7 @@ class StepProfiler:
         finally:
             plain.unlink(missing_ok=True)
             packed.unlink(missing_ok=True)
-        order = f"self_{device.type}_time_total"
+        order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"  # none on Apple GPUs
         table = recorded.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
         head = f"{format_steps(steps)} of rank {world.rank} of {world.size} on {device.type}\n{_phase_line(marks)}\n\n"
         (folder / f"{name}.txt").write_text(f"{head}The slowest operations, by their own time:\n{table}")
