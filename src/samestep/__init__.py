@@ -18,12 +18,14 @@ _HOMES = {
     "sample_numpy_rng": "samestep.data.sample_rng",
     "epoch_setting": "samestep.data.sample_rng",
     "read_metrics": "samestep.loggers.run_files",
+    "launch": "samestep.launch.python_launch",
 }
 
 if TYPE_CHECKING:
     from samestep.data.sample_rng import epoch_setting, sample_numpy_rng, sample_rng
     from samestep.environment.world import World
     from samestep.errors import SamestepError
+    from samestep.launch.python_launch import launch
     from samestep.loggers.run_files import read_metrics
     from samestep.messages import SamestepWarning
     from samestep.training.run import Run
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     from samestep.training.step import Step
 
 __all__ = [
-    "Run", "SamestepError", "SamestepWarning", "Shard", "Step", "World", "__version__", "epoch_setting", "read_metrics",
-    "sample_numpy_rng", "sample_rng",
+    "Run", "SamestepError", "SamestepWarning", "Shard", "Step", "World", "__version__", "epoch_setting", "launch",
+    "read_metrics", "sample_numpy_rng", "sample_rng",
 ]  # fmt: skip
 
 
@@ -40,6 +42,8 @@ def __getattr__(name: str) -> object:
     """Import a public name from its home."""
     if name not in _HOMES:
         raise AttributeError(f"module 'samestep' has no attribute {name!r}; it has {', '.join(sorted(_HOMES))}")
+    if name == "launch":  # a package that can be called: what this name is once a module of it is imported
+        return import_module("samestep.launch")
     if "torch" not in sys.modules:
         import_module("samestep.environment.processes").check_current_folder()
     return getattr(import_module(_HOMES[name]), name)

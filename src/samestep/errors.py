@@ -26,6 +26,10 @@ class LaunchError(SamestepError):
     """The ranks cannot be started with these options."""
 
 
+class RankFailed(SamestepError):
+    """A rank of `samestep.launch` has ended without a value and without an exception; the message is the report."""
+
+
 class DataError(SamestepError):
     """A dataset, stream or file cannot be partitioned exactly."""
 

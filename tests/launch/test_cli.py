@@ -15,7 +15,7 @@ from samestep.errors import LaunchError
 
 OPTIONS = (
     "--config, --folder, --grace, --help, --local-addr, --master-addr, --master-port, --max-restarts, --module, "
-    "--nnodes, --node-rank, --nproc-per-node, --on-hang, --precision, --rdzv-backend, --rdzv-conf, "
+    "--nnodes, --node-rank, --nproc-per-node, --on-hang, --precision, --profile, --rdzv-backend, --rdzv-conf, "
     "--rdzv-endpoint, --rdzv-id, --show-ranks, --standalone, --time-limit, --verbose"
 )
 KNOWN = ", ".join(COMMANDS)
@@ -66,6 +66,14 @@ MISTAKES = [
     (
         "run --time-limit soon ok.py",
         "--time-limit soon is not a time limit: pass hours, minutes and seconds as in 4:00:00",
+    ),
+    (
+        "run --profile 10 ok.py",
+        "--profile must be FIRST:END with the first step below the end, as in 10:13, got 10\n",
+    ),
+    (
+        "run --profile 13:10 ok.py",
+        "--profile must be FIRST:END with the first step below the end, as in 10:13, got 13:10\n",
     ),
     (
         "run --on-hang restart ok.py",
@@ -178,6 +186,7 @@ NOT_NUMBERS = ("nan", "inf", "-inf", "1e400", "x", "-1", "-0.5", TOO_LONG, "0x10
 NUMBERS_IN_TEXT = {
     "--nproc-per-node": "2",
     "--nnodes": "1",
+    "--profile": "10:13",
     "--gpus-per-node": "a100:2",
     "--mem": "64G",
     "--time": "4:00:00",

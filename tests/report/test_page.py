@@ -119,6 +119,7 @@ def test_a_failed_run_shows_its_cause_first_with_the_report_and_a_link_to_the_lo
 
 def test_restarts_are_marked_in_curves_and_in_the_timeline(open_page, tmp_path):
     events = [start(), start(100, ranks=1), event("restored", 101, checkpoint="out/step-40", step=40, corrupt=[]),
+              event("profile", 110, steps=[42, 44], ranks=[0], files=["profile/rank-0-steps-42-44.json.gz"]),
               event("end", 130, status="finished", steps=70)]  # fmt: skip
     metrics = losses(range(60)) + losses(range(40, 70), seconds=lambda step: 60 + step)
     page = open_page(page_of(write_run(tmp_path / "run", events, metrics), out=tmp_path / "report.html"))
@@ -128,6 +129,7 @@ def test_restarts_are_marked_in_curves_and_in_the_timeline(open_page, tmp_path):
     assert page.page.locator(".timeline rect.finished").count() == 1
     page.page.get_by_text("events as a list").click()
     assert "resumed from step-40, step 40" in page.text("#timeline")
+    assert "profile of steps 42 to 44: profile/rank-0-steps-42-44.json.gz" in page.text("#timeline")
 
 
 def test_text_of_the_user_is_text(open_page, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from samestep.cli.doctor_command import as_record, print_report
+from samestep.environment.container import ContainerInfo
 from samestep.environment.diagnosis import RULES, MachineInfo, Problem, diagnose
 from samestep.environment.hardware import Bf16Support, Cores, Gpu, GpuLink, Hardware, SlurmInfo, Software
 from samestep.environment.network import Interface, InterfaceChoice, Network
@@ -19,7 +20,7 @@ from samestep.environment.processes import files_of_launcher
 from samestep.environment.world import World
 
 GIB = 2**30
-SHM_USE = "DataLoader workers pass batches through it, and die with a bus error when it is full"
+SHM_USE = "data workers pass batches through it, and fail when it is full"
 COMMAND = [sys.executable, "-c", "from samestep.cli.doctor_command import command; command()"]
 
 
@@ -71,6 +72,22 @@ def with_hardware(**changes):
 
 def with_network(**changes):
     return replace(HEALTHY, network=replace(HEALTHY.network, **changes))
+
+
+def in_container(**changes):
+    return replace(HEALTHY, container=ContainerInfo(**changes))
+
+
+def on_amd(rocm="6.4.2", nvidia_devices=0, hip=None, rocr=None, cuda_visible_devices=None, **container):
+    software = replace(HEALTHY.software, torch="2.13.0+rocm6.4", cuda=None, rocm=rocm)
+    machine = without_gpus(software, nvidia_devices=nvidia_devices, nvidia_smi=False)
+    return replace(
+        machine,
+        container=ContainerInfo(**{"amd_gpus": 2, "kfd": True, "kfd_is_usable": True, **container}),
+        hip_visible_devices=hip,
+        rocr_visible_devices=rocr,
+        cuda_visible_devices=cuda_visible_devices,
+    )
 
 
 def without_gpus(software=HEALTHY.software, **changes):
@@ -262,6 +279,117 @@ CASES = {
             "start with `samestep run`, which sets it, or export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
         ),
     ),
+    "InfiniBand is not in the container": (
+        in_container(infiniband=("mlx5_0", "mlx5_1")),
+        Problem(
+            "infiniband-hidden",
+            False,
+            "the kernel knows the InfiniBand device(s) mlx5_0, mlx5_1, but /dev/infiniband has no device files, so "
+            "NCCL would use TCP between nodes",
+            "start the container with --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1, or Apptainer "
+            "without --contain; outside of a container, load the kernel module ib_uverbs",
+        ),
+    ),
+    "too little memory can be locked for InfiniBand": (
+        in_container(infiniband=("mlx5_0",), has_uverbs=True, memlock=8 * 2**20),
+        Problem(
+            "memlock-small",
+            False,
+            "a process may lock only 8.0 MiB of memory, and InfiniBand needs to lock its buffers",
+            "start the container with --ulimit memlock=-1 --cap-add=IPC_LOCK, or set `ulimit -l unlimited`, in SLURM "
+            "for slurmd and with PropagateResourceLimitsExcept=MEMLOCK",
+        ),
+    ),
+    "srun has started a container for each rank": (
+        replace(in_container(has_host_ipc=False), world=World(1, 4, 1, 4, launcher="slurm")),
+        Problem(
+            "ipc-private",
+            False,
+            "each of the 4 ranks on this node may be in a separate container, and this one has a private IPC "
+            "namespace: NCCL could not use shared memory between these ranks",
+            "start the containers with --ipc=host, or start one container per node with `samestep run` in it",
+        ),
+    ),
+    "Python is process 1": (
+        in_container(runtime="Docker", process_1="python3.11"),
+        Problem(
+            "no-init",
+            False,
+            "process 1 of this container is python3.11, which neither collects ended processes nor ends by SIGTERM "
+            "unless it handles it",
+            "start the container with `docker run --init`, or with tini as its entry point",
+        ),
+    ),
+    "the memory of the control group is less than the ranks need": (
+        in_container(memory_limit=3 * GIB),
+        Problem(
+            "memory-limited",
+            True,
+            "the control group allows 3.0 GiB of memory, with what is in /dev/shm, and 2 rank(s) need 2.0 GiB each "
+            "before the model and the data: the kernel would kill them",
+            "raise the limit, with --memory in docker, resources.limits.memory in Kubernetes, or --mem in SLURM",
+        ),
+    ),
+    "torch for ROCm on NVIDIA devices": (
+        on_amd(nvidia_devices=2, amd_gpus=0),
+        Problem(
+            "cpu-build",
+            True,
+            "torch 2.13.0+rocm6.4 is built for ROCm, but this machine has 2 NVIDIA device(s)",
+            "install a CUDA build with the command from https://pytorch.org/get-started/locally",
+        ),
+    ),
+    "torch is a CPU build on a machine with AMD GPUs": (
+        on_amd(rocm=None),
+        Problem(
+            "amd-gpu-unused",
+            True,
+            "this machine has 2 AMD GPU(s), but torch 2.13.0+rocm6.4 is a CPU build, so a run would use the CPU",
+            "install a ROCm build with the command from https://pytorch.org/get-started/locally",
+        ),
+    ),
+    "AMD GPUs are not in the container": (
+        on_amd(kfd=False, kfd_is_usable=False),
+        Problem(
+            "amd-gpu-unused",
+            True,
+            "torch is built for ROCm 6.4.2 and the kernel knows 2 AMD GPU(s), but /dev/kfd is missing",
+            "start the container with --device=/dev/kfd --device=/dev/dri --group-add video, or with apptainer --rocm",
+        ),
+    ),
+    "the user may not use AMD GPUs": (
+        on_amd(kfd_is_usable=False),
+        Problem(
+            "amd-gpu-unused",
+            True,
+            "torch is built for ROCm 6.4.2 and the kernel knows 2 AMD GPU(s), but this user may not open /dev/kfd",
+            "add the user to the groups render and video; in docker, pass --group-add with the number of the group of "
+            "/dev/kfd on the host",
+        ),
+    ),
+    "AMD GPUs are hidden": (
+        on_amd(hip="", cuda_visible_devices="7"),
+        Problem(
+            "amd-gpu-hidden",
+            False,
+            "torch finds no GPU with HIP_VISIBLE_DEVICES=, CUDA_VISIBLE_DEVICES=7",
+            "unset HIP_VISIBLE_DEVICES CUDA_VISIBLE_DEVICES to use all GPUs",
+        ),
+    ),
+    "AMD GPUs are selected twice": (
+        replace(
+            with_software(cuda=None, rocm="6.4.2"),
+            hip_visible_devices="2,3",
+            rocr_visible_devices="2,3",
+            hardware=replace(HEALTHY.hardware, nvidia_devices=0),
+        ),
+        Problem(
+            "amd-gpu-hidden",
+            False,
+            "HIP_VISIBLE_DEVICES=2,3 counts the GPUs that ROCR_VISIBLE_DEVICES=2,3 leaves, so some may be hidden twice",
+            "set one of them",
+        ),
+    ),
     "bfloat16 crashes": (
         replace(HEALTHY, bf16=Bf16Support("crashes", "bfloat16 crashes on this CPU (SIGILL), always")),
         Problem(
@@ -298,6 +426,18 @@ NO_PROBLEM = {
         without_gpus(HEALTHY.software, nvidia_devices=0, nvidia_smi=False),
         network=replace(HEALTHY.network, nccl=InterfaceChoice(None, None, "no interface is up and has an address")),
     ),
+    "a container with an init, InfiniBand and enough memory": in_container(
+        runtime="Docker", process_1="tini", infiniband=("mlx5_0",), has_uverbs=True, memory_limit=64 * GIB
+    ),
+    "an unknown process 1": in_container(runtime="Docker", process_1="entry", is_process_1=True),
+    "a private IPC namespace with one launcher per node": replace(
+        in_container(has_host_ipc=False), world=World(1, 4, 1, 4, launcher="torchrun")
+    ),
+    "a limit for locked memory without InfiniBand": in_container(memlock=8 * 2**20),
+    "AMD GPUs that torch can use": replace(
+        on_amd(hip="0,1"), hardware=replace(HEALTHY.hardware, nvidia_devices=0, nvidia_smi=False)
+    ),
+    "a ROCm build of torch without a GPU": on_amd(amd_gpus=0, kfd=False),
     "bfloat16 unknown": replace(HEALTHY, bf16=Bf16Support("unknown", "not probed")),
 }
 
@@ -345,6 +485,7 @@ def test_a_report_in_a_pipe_has_one_line_per_row():
         "cores      16 of 16 (no limit)",
         "memory     64.0 GiB, 32.0 GiB available",
         "/dev/shm   32.0 GiB, 31.0 GiB free",
+        "container  none found",
         "files      a process may open 4096, sockets included: enough for 508 rank(s) on this machine",
         "host       node1 (192.0.2.2)",
         "lo         up, 127.0.0.1, ::1",
@@ -386,6 +527,19 @@ def test_a_report_lists_problems_and_fixes():
         ),
         ({"software": Software(torch_error="no libcudart")}, "cannot be imported: no libcudart"),
         ({"hardware": replace(HEALTHY.hardware, gpus=())}, "none that torch can use"),
+        ({"software": replace(HEALTHY.software, cuda=None, rocm="6.4.2")}, "ROCm       6.4.2"),
+        (
+            {"container": ContainerInfo(runtime="Docker", memory_limit=8 * GIB, has_host_ipc=False)},
+            "container  Docker, memory limit 8.0 GiB, private IPC namespace",
+        ),
+        (
+            {"container": ContainerInfo(infiniband=("mlx5_0",), memlock=8 * 2**20)},
+            "InfiniBand  mlx5_0, without device files; may lock 8.0 MiB of memory",
+        ),
+        (
+            {"container": ContainerInfo(infiniband=("mlx5_0",), has_uverbs=True)},
+            "mlx5_0, with device files; may lock any amount of memory",
+        ),
         ({"hardware": replace(HEALTHY.hardware, shm_total=None)}, "/dev/shm   none"),
         ({"hardware": replace(HEALTHY.hardware, links=())}, "unknown: nvidia-smi does not report them"),
         (

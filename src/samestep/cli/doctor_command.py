@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from samestep import __version__
+from samestep.environment.container import ContainerInfo, read_container
 from samestep.environment.diagnosis import MachineInfo, Problem, diagnose
 from samestep.environment.hardware import GpuLink, Hardware, SlurmInfo, Software, probe_bf16, read_hardware, read_slurm
 from samestep.environment.network import InterfaceChoice, Network, read_network
@@ -66,6 +67,9 @@ def inspect_machine(environ: Mapping[str, str]) -> MachineInfo:
             open_files=open_files_limit(),
             omp_num_threads=environ.get("OMP_NUM_THREADS"),
             cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
+            hip_visible_devices=environ.get("HIP_VISIBLE_DEVICES"),
+            rocr_visible_devices=environ.get("ROCR_VISIBLE_DEVICES"),
+            container=read_container(environ),
         )
 
 
@@ -100,6 +104,7 @@ def print_report(machine: MachineInfo, problems: Sequence[Problem], console: Con
 def _rows(machine: MachineInfo) -> Iterator[tuple[str, str]]:
     yield from _software_rows(machine.software)
     yield from _hardware_rows(machine.hardware)
+    yield from _container_rows(machine.container)
     yield "files", _open_files_text(machine.open_files)
     yield from _network_rows(machine.network)
     yield "SLURM", _slurm_text(machine.slurm)
@@ -115,6 +120,8 @@ def _software_rows(software: Software) -> Iterator[tuple[str, str]]:
     backends = [name for name, available in (("gloo", software.gloo), ("MPS", software.mps)) if available]
     yield "torch", ", ".join((software.torch, *backends))
     yield "CUDA", software.cuda or "not in this build of torch"
+    if software.rocm:
+        yield "ROCm", software.rocm
     yield "NCCL", software.nccl or "not in this build of torch"
 
 
@@ -133,6 +140,18 @@ def _hardware_rows(hardware: Hardware) -> Iterator[tuple[str, str]]:
         yield "/dev/shm", "none"
     else:
         yield "/dev/shm", f"{format_bytes(hardware.shm_total)}, {format_bytes(hardware.shm_free)} free"
+
+
+def _container_rows(container: ContainerInfo) -> Iterator[tuple[str, str]]:
+    limit = container.memory_limit
+    parts = [container.runtime or "none found"]
+    parts += [f"memory limit {format_bytes(limit)}"] if limit is not None else []
+    parts += [] if container.has_host_ipc else ["private IPC namespace"]
+    yield "container", ", ".join(parts)
+    if container.infiniband:
+        lock = "any amount of" if container.memlock is None else f"{format_bytes(container.memlock)} of"
+        files = "with" if container.has_uverbs else "without"
+        yield "InfiniBand", f"{', '.join(container.infiniband)}, {files} device files; may lock {lock} memory"
 
 
 def _links_text(links: Sequence[GpuLink], gpus: int) -> str:

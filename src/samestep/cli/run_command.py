@@ -17,8 +17,8 @@ import click
 from samestep.cli.main import NumberRange, accept_underscores, output_failure
 from samestep.disk import describe_os_error
 from samestep.environment.hardware import probe_bf16, read_hardware
-from samestep.environment.processes import allow_open_files, files_of_launcher, launcher_variable
-from samestep.environment.world import MAX_RANKS, PRECISION, export, read_environ
+from samestep.environment.processes import allow_open_files, end_with_parent, files_of_launcher, launcher_variable
+from samestep.environment.world import MAX_RANKS, PRECISION, PROFILE, export, read_environ, read_steps
 from samestep.errors import TIME_LIMIT_REACHED, LaunchError
 from samestep.launch.configuration import (
     CONFIG_FILE,
@@ -90,6 +90,9 @@ _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
               help="Options of SCRIPT as a .yaml, .toml or .json file; arguments after SCRIPT win.")  # fmt: skip
 @click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16", "fp64"]),
               help="Replaces the precision of the script; fp64 compares runs without rounding.")  # fmt: skip
+@click.option(
+    "--profile", metavar="FIRST:END", help="Write a trace of these steps of rank 0, as in 10:13 for the steps 10 to 12."
+)
 @click.option("--max-restarts", type=NumberRange(0, MAX_RANKS), default=0, show_default=True, metavar="N",
               help="How often to restart all ranks after a failure.")  # fmt: skip
 @click.option("--folder", type=click.Path(path_type=Path), help="Folder of the run; default runs/SCRIPT-DATE-TIME.")
@@ -104,6 +107,7 @@ _TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 @click.option("--show-ranks", "show", type=click.Choice(["first", "all"]), default="first", show_default=True,
               help="Whose output the console shows; the logs in the folder contain all ranks.")  # fmt: skip
 @click.option("--verbose", is_flag=True, help="Show the log of torch's agent.")
+@click.option("--parent", type=int, hidden=True)  # the process that called samestep.launch, and raises the failure
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
 def command(
     script: tuple[str, ...],
@@ -111,6 +115,7 @@ def command(
     processes: str,
     config: Path | KnownConfig | None,
     precision: str | None,
+    profile: str | None,
     max_restarts: int,
     folder: Path | None,
     folder_is_default: bool,
@@ -119,6 +124,7 @@ def command(
     on_hang: OnHang | None,
     show: ShowRanks,
     verbose: bool,
+    parent: int | None,
     **rendezvous_options: Any,
 ) -> int:
     """Start SCRIPT as ranks that train together; the exit code is that of the rank that fails first."""
@@ -128,11 +134,10 @@ def command(
         raise LaunchError(
             "--on-hang restart needs restarts, and --max-restarts is 0: add --max-restarts 3, or pass --on-hang stop"
         )
-    _show_lines_immediately()
+    _prepare_process(parent)
     deadline = None if time_limit is None else time.time() + read_time_limit("--time-limit", time_limit)
     environ = recorded_variables(read_environ())
-    if precision is not None:
-        export({PRECISION: precision})
+    _export_run_options(precision, profile)
     check_target(script[0], module)
     target, arguments, known = _read_config(script, module, config)
     cores = read_hardware().cores.usable
@@ -152,6 +157,7 @@ def command(
         verbose=verbose,
         time_limit=time_limit or "",
         on_hang=on_hang or "default",
+        shows_failure=parent is None,
     )
     _record_launch(job, known, environ, {"precision": precision, "grace": grace, "on_hang": on_hang})
     if problem := allow_open_files(files_of_launcher(job.processes)):
@@ -165,11 +171,21 @@ def command(
         ) from error
 
 
-def _show_lines_immediately() -> None:
-    """Show each line of a rank when it arrives, also in a pipe, and train even if its reader is gone."""
+def _prepare_process(parent: int | None) -> None:
+    if parent is not None:
+        end_with_parent(parent)
     output_failure(required=False)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True)  # show each line of a rank when it arrives, also in a pipe
+
+
+def _export_run_options(precision: str | None, profile: str | None) -> None:
+    """Set the variables by which the ranks replace an option of their run."""
+    if profile is not None and read_steps(profile) is None:
+        raise LaunchError(
+            f"--profile must be FIRST:END with the first step below the end, as in 10:13, got {shorten(profile)}"
+        )
+    export({name: value for name, value in ((PRECISION, precision), (PROFILE, profile)) if value is not None})
 
 
 def _read_config(

@@ -36,6 +36,7 @@ CollateFn = Callable[[list[object]], object]
 
 _JOB_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT_CHECK_SECONDS: Final = 0.25
+_NO_SHARED_MEMORY: Final = "unable to allocate shared memory"  # how torch words a full /dev/shm
 _ORDER_TRIES: Final = 3  # batches whose order is checked, until one has enough different rows
 _ENOUGH_ROWS: Final = 4  # different rows: with fewer, those of a collate_fn that sorts could be in order by chance
 
@@ -251,6 +252,11 @@ class KeyedCollate:
         try:
             batch = self._collate(samples, epoch, first)
         except Exception as error:
+            if _NO_SHARED_MEMORY in str(error):
+                raise DataError(
+                    f"/dev/shm is full, through which data workers pass batches {_cause(self._rank, error)}: start the "
+                    "container with --shm-size=8g or --ipc=host, or pass run.shard(num_workers=0)"
+                ) from error
             raise DataError(
                 f"collate_fn could not make a batch of {len(given)} samples {_cause(self._rank, error)} (if the "
                 "samples differ in shape, pass run.shard a collate_fn= that pads them)"

@@ -1,7 +1,7 @@
 """The times of this rank's steps: what the host spends them on, and how long the rank waits for the others."""
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -62,6 +62,7 @@ class StepTimes:
         """Seconds that the host spent in each phase since the first step began, without waiting for other ranks."""
         self.steps = 0
         """How many steps have ended."""
+        self.observer: Callable[[Phase], object] | None = None  # of each phase that begins; see run.profile
         self._phase: Phase = "other"
         self._since, self._waited = time.perf_counter(), comm.waited  # the same for `_phase`
         self._current = StepInterval(0.0, {})
@@ -88,6 +89,8 @@ class StepTimes:
         now, waited = time.perf_counter(), self._comm.waited
         self.phases[self._phase] += now - self._since - (waited - self._waited)
         before, self._phase, self._since, self._waited = self._phase, phase, now, waited
+        if self.observer is not None:
+            self.observer(phase)
         if self._marks is not None and phase != before:
             self._marks.append((phase, self._record()))
         return before

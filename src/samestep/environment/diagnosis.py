@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from samestep.environment.container import ContainerInfo
 from samestep.environment.hardware import BF16_WORKAROUND, OLDEST_TORCH, Bf16Support, Hardware, SlurmInfo, Software
 from samestep.environment.network import Network
 from samestep.environment.processes import files_of_job
@@ -12,7 +13,8 @@ from samestep.messages import format_bytes
 
 _MIN_SHM = 2**30
 _MIN_GPU_MEMORY = 2**30
-_SHM_USE = "DataLoader workers pass batches through it, and die with a bus error when it is full"
+_RANK_MEMORY, _GPU_RANK_MEMORY = 2**29, 2 * 2**30  # bytes of a process that imports torch, and of one that uses a GPU
+_SHM_USE = "data workers pass batches through it, and fail when it is full"
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,19 @@ class MachineInfo:
     open_files: int | None  # that a process may open, sockets included; None for any number
     omp_num_threads: str | None
     cuda_visible_devices: str | None
+    hip_visible_devices: str | None = None
+    rocr_visible_devices: str | None = None
+    container: ContainerInfo = field(default_factory=ContainerInfo)
 
     @property
     def nodes(self) -> int:
         """Number of nodes of the world or of the SLURM job."""
         return max(self.world.nodes if self.world else 1, self.slurm.nodes or 1)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that this machine has, or will have with `samestep run`."""
+        return max(self.world.local_size if self.world else 1, len(self.hardware.gpus), 1)
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,13 @@ def _torch_old(machine: MachineInfo) -> Iterator[Finding]:
 
 def _cpu_build(machine: MachineInfo) -> Iterator[Finding]:
     count, software = machine.hardware.nvidia_devices, machine.software
-    if count and software.torch and software.cuda is None:
+    if count and software.rocm:
+        yield (
+            True,
+            f"torch {software.torch} is built for ROCm, but this machine has {count} NVIDIA device(s)",
+            "install a CUDA build with the command from https://pytorch.org/get-started/locally",
+        )
+    elif count and software.torch and software.cuda is None:
         yield (
             True,
             f"this machine has {count} NVIDIA device(s), but torch {software.torch} is a CPU build, so a run would use "
@@ -169,7 +185,7 @@ def _many_threads(machine: MachineInfo) -> Iterator[Finding]:
         yield False, f"OMP_NUM_THREADS={text!r} is not a number of threads", "unset OMP_NUM_THREADS"
         return
     cores = machine.hardware.cores.usable
-    ranks = max(machine.world.local_size if machine.world else 1, len(machine.hardware.gpus), 1)
+    ranks = machine.ranks
     threads = int(first) * ranks
     if threads > cores:
         yield (
@@ -220,6 +236,115 @@ def _bf16_crashes(machine: MachineInfo) -> Iterator[Finding]:
         yield True, machine.bf16.detail, "train in float32 or float16 on this CPU"
 
 
+def _infiniband_hidden(machine: MachineInfo) -> Iterator[Finding]:
+    container = machine.container
+    if container.infiniband and not container.has_uverbs:
+        yield (
+            False,
+            f"the kernel knows the InfiniBand device(s) {', '.join(container.infiniband)}, but /dev/infiniband has no "
+            "device files, so NCCL would use TCP between nodes",
+            "start the container with --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1, or Apptainer "
+            "without --contain; outside of a container, load the kernel module ib_uverbs",
+        )
+
+
+def _memlock_small(machine: MachineInfo) -> Iterator[Finding]:
+    container = machine.container
+    if container.has_uverbs and container.memlock is not None:
+        yield (
+            False,
+            f"a process may lock only {format_bytes(container.memlock)} of memory, and InfiniBand needs to lock its "
+            "buffers",
+            "start the container with --ulimit memlock=-1 --cap-add=IPC_LOCK, or set `ulimit -l unlimited`, in SLURM "
+            "for slurmd and with PropagateResourceLimitsExcept=MEMLOCK",
+        )
+
+
+def _ipc_private(machine: MachineInfo) -> Iterator[Finding]:
+    world = machine.world
+    if not machine.container.has_host_ipc and world and world.launcher == "slurm" and world.local_size > 1:
+        yield (
+            False,
+            f"each of the {world.local_size} ranks on this node may be in a separate container, and this one has a "
+            "private IPC namespace: NCCL could not use shared memory between these ranks",
+            "start the containers with --ipc=host, or start one container per node with `samestep run` in it",
+        )
+
+
+def _no_init(machine: MachineInfo) -> Iterator[Finding]:
+    if machine.container.lacks_init:
+        yield (
+            False,
+            f"process 1 of this container is {machine.container.process_1}, which neither collects ended processes nor "
+            "ends by SIGTERM unless it handles it",
+            "start the container with `docker run --init`, or with tini as its entry point",
+        )
+
+
+def _memory_limited(machine: MachineInfo) -> Iterator[Finding]:
+    limit, ranks, gpus = machine.container.memory_limit, machine.ranks, len(machine.hardware.gpus)
+    each = _GPU_RANK_MEMORY if gpus else _RANK_MEMORY
+    if limit is not None and limit < each * ranks:
+        yield (
+            True,
+            f"the control group allows {format_bytes(limit)} of memory, with what is in /dev/shm, and {ranks} rank(s) "
+            f"need {format_bytes(each)} each before the model and the data: the kernel would kill them",
+            "raise the limit, with --memory in docker, resources.limits.memory in Kubernetes, or --mem in SLURM",
+        )
+
+
+def _amd_gpu_unused(machine: MachineInfo) -> Iterator[Finding]:
+    software, container = machine.software, machine.container
+    if machine.hardware.gpus or not software.torch or not container.amd_gpus:
+        return
+    count = f"{container.amd_gpus} AMD GPU(s)"
+    if software.rocm is None and software.cuda is None:
+        yield (
+            True,
+            f"this machine has {count}, but torch {software.torch} is a CPU build, so a run would use the CPU",
+            "install a ROCm build with the command from https://pytorch.org/get-started/locally",
+        )
+    elif software.rocm and not container.kfd:
+        yield (
+            True,
+            f"torch is built for ROCm {software.rocm} and the kernel knows {count}, but /dev/kfd is missing",
+            "start the container with --device=/dev/kfd --device=/dev/dri --group-add video, or with apptainer --rocm",
+        )
+    elif software.rocm and not container.kfd_is_usable:
+        yield (
+            True,
+            f"torch is built for ROCm {software.rocm} and the kernel knows {count}, but this user may not open "
+            "/dev/kfd",
+            "add the user to the groups render and video; in docker, pass --group-add with the number of the group of "
+            "/dev/kfd on the host",
+        )
+
+
+def _amd_gpu_hidden(machine: MachineInfo) -> Iterator[Finding]:
+    hip, rocr = machine.hip_visible_devices, machine.rocr_visible_devices
+    if machine.software.rocm is None:
+        return
+    names = {
+        "HIP_VISIBLE_DEVICES": hip,
+        "ROCR_VISIBLE_DEVICES": rocr,
+        "CUDA_VISIBLE_DEVICES": machine.cuda_visible_devices,
+    }
+    given = [f"{name}={value}" for name, value in names.items() if value is not None]
+    if given and not machine.hardware.gpus:
+        yield (
+            False,
+            f"torch finds no GPU with {', '.join(given)}",
+            f"unset {' '.join(name for name, value in names.items() if value is not None)} to use all GPUs",
+        )
+    elif hip is not None and rocr is not None:
+        yield (
+            False,
+            f"HIP_VISIBLE_DEVICES={hip} counts the GPUs that ROCR_VISIBLE_DEVICES={rocr} leaves, so some may be hidden "
+            "twice",
+            "set one of them",
+        )
+
+
 RULES: dict[str, Callable[[MachineInfo], Iterator[Finding]]] = {
     "torch-missing": _torch_missing,
     "torch-old": _torch_old,
@@ -234,5 +359,12 @@ RULES: dict[str, Callable[[MachineInfo], Iterator[Finding]]] = {
     "host-is-loopback": _host_is_loopback,
     "interface-unusable": _interface_unusable,
     "bf16-crashes": _bf16_crashes,
+    "infiniband-hidden": _infiniband_hidden,
+    "memlock-small": _memlock_small,
+    "ipc-private": _ipc_private,
+    "no-init": _no_init,
+    "memory-limited": _memory_limited,
+    "amd-gpu-unused": _amd_gpu_unused,
+    "amd-gpu-hidden": _amd_gpu_hidden,
 }
 """Every rule by the name that it has in a Problem."""

@@ -32,7 +32,8 @@ def detect_software() -> Software:
         usable = torch.cuda.is_available()
     return Software(
         torch=torch.__version__,
-        cuda=torch.version.cuda or torch.version.hip,
+        cuda=torch.version.cuda,
+        rocm=torch.version.hip,
         cuda_error=None if usable or not torch.backends.cuda.is_built() else _cuda_error(),
         nccl=".".join(map(str, nccl_version())) or None,
         gloo=dist.is_available() and dist.is_gloo_available(),

@@ -101,7 +101,8 @@ class Software:
     system: str = field(default_factory=platform.platform)
     torch: str | None = None  # None if it cannot be imported
     torch_error: str | None = None
-    cuda: str | None = None  # of the torch build, or ROCm; None for a CPU build
+    cuda: str | None = None  # of the torch build; None for a build without CUDA
+    rocm: str | None = None  # of the torch build; None for a build without ROCm
     cuda_error: str | None = None  # why torch cannot use CUDA although it was built for it
     nccl: str | None = None  # of the torch build
     gloo: bool = False

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -305,6 +306,17 @@ class LauncherWatch:
             os.write(_STDERR, text.encode())
         kill_descendants()
         os._exit(1)  # exit handlers could wait for other ranks
+
+
+def end_with_parent(pid: int) -> None:
+    """Send SIGTERM to this launcher once its parent, which waits for the result, has ended: a thread watches it."""
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="samestep parent watch", daemon=True).start()
 
 
 def launcher_variable() -> dict[str, str]:

@@ -34,6 +34,8 @@ CONFIG = "SAMESTEP_CONFIG"
 """The variable in which `samestep run --config` passes the values of the file, as JSON, for the records of the run."""
 LAST_STEP = "SAMESTEP_LAST_STEP"
 """The variable in which `samestep parity` passes the step after which a run ends."""
+PROFILE = "SAMESTEP_PROFILE"
+"""The variable in which `samestep run --profile` passes the steps to record, as in 10:13."""
 LAUNCHER_LINK: Final = "run"
 """The link in the folder of a launcher to that of the run, if the run writes elsewhere."""
 FIX = " To fix it: "
@@ -219,6 +221,30 @@ def last_step(environ: Mapping[str, str] | None = None) -> int | None:
     """The number of steps after which `samestep parity` ends a run."""
     number = _own_number(LAST_STEP, environ)
     return None if number is None else int(number)
+
+
+def read_steps(text: str) -> range | None:
+    """The steps of `FIRST:END`, without the end, as in a slice of Python; None if it is not that.
+
+    >>> read_steps("10:13"), read_steps("13:10")
+    (range(10, 13), None)
+    """
+    first, _, end = text.partition(":")
+    begin, stop = read_integer(first), read_integer(end)
+    return None if begin is None or stop is None or begin >= stop else range(begin, stop)
+
+
+def profiled_steps(environ: Mapping[str, str] | None = None) -> range | None:
+    """The steps that `samestep run --profile` exports; None without it."""
+    text = _environ(environ).get(PROFILE)
+    if not text:
+        return None
+    if (steps := read_steps(text)) is None:
+        raise WorldError(
+            f"{PROFILE}={shorten(text)} does not name steps: set it as in {PROFILE}=10:13, which are the steps 10 to "
+            f"12, or run `unset {PROFILE}`"
+        )
+    return steps
 
 
 def deadline(environ: Mapping[str, str] | None = None) -> float | None:

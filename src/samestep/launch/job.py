@@ -53,6 +53,7 @@ class Job:
     verbose: bool = False  # whether the log of torch's agent goes to the console
     time_limit: str = ""  # as the user gave it; empty if there is none
     on_hang: OnHang = "default"  # by default, report it, and end the ranks at the timeout
+    shows_failure: bool = True  # whether the console shows the report of a failure; if not, the parent process does
 
     @property
     def command(self) -> tuple[str, ...]:

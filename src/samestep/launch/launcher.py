@@ -138,7 +138,13 @@ class Launcher:
         first = sort_by_cause(failures)[0]
         ended = [{"rank": each.rank, "time": each.time, "how": each.ending} for each in failures]
         cause = cause or f"rank {first.rank}: {first.message}"
-        self._events.record("failure", cause=cause, report=report, logs=str(self._logs.folder), ranks_ended=ended)
+        logs = str(self._logs.folder)
+        self._events.record("failure", cause=cause, rank=first.rank, report=report, logs=logs, ranks_ended=ended)
+
+    def _report_failure(self, failures: list[Failure], report: str, cause: str = "") -> None:
+        self._record_failure(failures, report, cause)
+        if self._job.shows_failure:
+            self._echo(report)
 
     def _format_report(self, failures: list[Failure]) -> str:
         several_nodes, ended = (
@@ -187,12 +193,9 @@ class Launcher:
             self._echo(f"samestep: the disk of {self._logs.folder} is full, so the logs may be incomplete: free space")
         if (hang := self._hangs.explanation) is not None and explains(hang, failures):
             text = format_hang_report(failures, hang, self._job.processes, socket.gethostname(), self._logs.folder)
-            self._record_failure(failures, text, hang.summary.splitlines()[0].removeprefix("samestep: "))
-            self._echo(text)
+            self._report_failure(failures, text, hang.summary.splitlines()[0].removeprefix("samestep: "))
             return exit_code_after_hang(failures, hang)
-        text = self._format_report(failures)
-        self._record_failure(failures, text)
-        self._echo(text)
+        self._report_failure(failures, self._format_report(failures))
         return sort_by_cause(failures)[0].exit_code
 
     def _halve_micro_batch(self) -> None:

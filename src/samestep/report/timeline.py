@@ -69,6 +69,7 @@ def draw_timeline(run: RunData) -> Markup | None:
 _MARK_LANES: Final[tuple[tuple[tuple[str, ...], str], ...]] = (
     (("evaluation",), "evaluations"),
     (("checkpoint",), "checkpoints"),
+    (("profile",), "profiles"),
     (("restart", "restored"), "restarts"),
     (("preempted", "stopped"), "preemptions"),
     (("out of memory",), "out of memory"),
@@ -117,6 +118,9 @@ _DESCRIPTIONS: Final[Mapping[str, Callable[[Record], str]]] = {
     "checkpoint": _describe_checkpoint,
     "restored": lambda event: f"resumed from {Path(event['checkpoint']).name}, step {event['step']:,}",
     "evaluation": lambda event: f"evaluation at step {event['step']:,}: {format_seconds(event['seconds'])}",
+    "profile": lambda event: (
+        f"profile of steps {event['steps'][0]:,} to {event['steps'][1]:,}: {', '.join(event['files'])}"
+    ),
     "preempted": lambda event: f"preempted: {event['cause']}",
     "warning": lambda event: f"{event['category']}: {event['text']}",
 }

@@ -31,6 +31,7 @@ from samestep.environment.world import (
     deadline,
     export,
     last_step,
+    profiled_steps,
     read_environ,
     read_world,
     refuse_if_only_imported,
@@ -153,6 +154,7 @@ class Lifecycle:
             context.callbacks.append(stragglers)
             context.on_close.append(stragglers.close)
             self._preemption.signals.install()
+            _profile_steps_of_environment(self._loop)
         except BaseException as error:
             self.fail(error)  # `with` does not call __exit__ if __enter__ fails
             raise
@@ -372,6 +374,13 @@ def _create_loggers(config: RunConfig, context: Callable[[], RunContext], warn: 
     is_trial = last_step() is not None  # of `samestep parity`: not an experiment that a tracker should show
     given = () if is_trial and config.loggers is not None else config.loggers
     return Loggers(console, folder, warn, given, lambda: describe_configuration(context()))
+
+
+def _profile_steps_of_environment(loop: StepLoop) -> None:
+    if (steps := profiled_steps()) is not None:
+        from samestep.training.profiler import open_profiler  # imported by runs that use it
+
+        open_profiler(loop, steps)
 
 
 def _describe_ledgers(context: RunContext, files: dict[str, object], folders: list[Path]) -> dict[str, object]:

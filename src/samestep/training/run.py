@@ -307,6 +307,25 @@ class Run(Evaluation):
         if now:
             context.flush_metrics("run.log(now=True)")
 
+    def profile(
+        self,
+        steps: Iterable[int],
+        ranks: Iterable[int] = (0,),
+        *,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+    ) -> None:
+        """Write a trace of `steps` of these ranks into the folder of the run, and a table of their slowest operations.
+
+        Call it on all ranks, before the first of the steps. Steps count from 0 over all epochs and restarts, as
+        `step.number`. The traces are `profile/rank-R-steps-FIRST-LAST.json.gz`, for https://ui.perfetto.dev; the last
+        three options are those of `torch.profiler.profile`. `samestep run --profile 10:13` does it for any script.
+        """
+        from samestep.training.profiler import open_profiler  # imported by runs that use it
+
+        open_profiler(self._lifecycle.loop, steps, ranks, record_shapes, profile_memory, with_stack)
+
     def print(self, *values: object, sep: str = " ") -> None:
         """Print on rank 0 only, as `print` does, and keep the text in the text log."""
         self._lifecycle.print(sep.join(map(str, values)))

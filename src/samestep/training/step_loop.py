@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +27,9 @@ class StepLoop:
         self.current: Step | None = None  # the current or the last step
         self.step_starts: deque[float] = deque(maxlen=_KEPT_STEP_TIMES)  # when the last steps started, in seconds
         self.shards = 0  # how many shards there are
+        self.before_step: list[Callable[[int], object]] = []  # called with the number of each step; see run.profile
+        self.after_step: list[Callable[[int], object]] = []
+        self.profiled_steps: set[int] = set()  # that some profiler records
         self._optimizers = context.replicas.optimizers
         self._warned_of_epoch = False
         self._evaluations = 0  # how many loops over batches for evaluation are running
@@ -59,6 +62,8 @@ class StepLoop:
         self.current, progress.in_step = step, True
         if self.context.loggers is not None:
             self.context.loggers.begin_training()
+        for hook in self.before_step[:]:
+            hook(step.number)
         self.context.times.begin_step()
         pending = self.context.metrics.pending
         step.log_row = pending.begin_step(step.number, step.position.epoch)
@@ -152,6 +157,8 @@ class StepLoop:
         context.replicas.after_step(step.number, context.progress.steps_of_process)
         with context.times.phase("logging"):
             self._sync_metrics()
+        for hook in self.after_step[:]:
+            hook(step.number)
         for callback in context.callbacks:
             callback.on_step_end(context.progress.steps)
 
