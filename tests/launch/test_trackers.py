@@ -2,10 +2,14 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
+from textwrap import dedent
 
 import pytest
 
-from tests.launch.launched import start
+from tests.launch.launched import IMPORT_PATH, start
 from tests.wandb_files import config_of, exit_code, history, run_of
 
 pytestmark = pytest.mark.slow
@@ -27,6 +31,10 @@ SCRIPT = """
             self._write(*record)
             self.written += 1
 
+    def saved_rows(folder):
+        # W&B's own process writes its file every few seconds; each row comes with a summary of the same names
+        return sum(path.read_bytes().count(b"val/step") for path in folder.glob("wandb/*-run-*/run-*.wandb")) // 2
+
     store = f"sqlite:///{Path('store.db').absolute()}"
     trackers = [WandbLogger("digits", mode="offline"), MLflowLogger("digits", tracking_uri=store), CSVLogger()]
     loggers = [Counting(each) for each in trackers]
@@ -47,8 +55,10 @@ SCRIPT = """
                     checkpoint.wait()
                 if step.number == 7 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and run.rank == 0:
                     end = time.monotonic() + 120
-                    while min(each.written for each in loggers) < 8 and time.monotonic() < end:
-                        time.sleep(0.02)
+                    while time.monotonic() < end and (
+                        min(each.written for each in loggers) < 8 or saved_rows(run.folder) < 7
+                    ):
+                        time.sleep(0.1)
                     os.kill(os.getpid(), signal.SIGKILL)
 """
 FIRST, SECOND = list(range(8)), list(range(4, 12))  # the steps of the two starts
@@ -119,3 +129,29 @@ def test_a_killed_run_continues_the_same_table(killed_run):
     assert [(int(row["step"]), float(row["val/step"])) for row in rows] == [(step, step) for step in FIRST + SECOND]
     assert all(float(row["train/loss"]) >= 0 for row in rows)
     assert not (killed_run / "tensorboard").exists()  # the list does not have it
+
+
+ONLINE = """
+    import sys
+    from pathlib import Path
+    from samestep.loggers import RunInfo, WandbLogger
+
+    logger = WandbLogger("digits", mode="online")
+    try:
+        logger.open(RunInfo(Path("run"), "run", {}, False, print))
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_without_a_key_wandb_is_refused_and_asks_for_nothing(tmp_path):
+    names = {f"WANDB_{name}_DIR": str(tmp_path) for name in ("CACHE", "CONFIG", "DATA")}
+    environ = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+    environ |= {**IMPORT_PATH, **names, "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    command = [sys.executable, "-c", dedent(ONLINE)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, input="3\n", check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "no API key found: run `wandb login`, set WANDB_API_KEY, or pass mode='offline'\n"
+    assert not (tmp_path / "run").exists()
