@@ -428,7 +428,10 @@ class _Reader:
             self._trace.sync_events.append(SyncEvent(event["action"], f"store {key}", event["t"]))
 
     def _read_exists(self, event: dict[str, Any]) -> None:
-        self._trace.sync_events.append(SyncEvent("exists", event["path"], event["t"]))
+        if event["found"]:
+            self._trace.sync_events.append(SyncEvent("exists", event["path"], event["t"]))
+        else:
+            self._add_file("miss", event)
 
     def _read_lock(self, event: dict[str, Any]) -> None:
         (self._locked.add if event["held"] else self._locked.discard)(event["path"])
@@ -449,16 +452,19 @@ class _Reader:
 
     def _read_file(self, event: dict[str, Any]) -> None:
         self._delayed = None
-        site, action, path = self._trace.site(event["site"]), event["action"], event["path"]
+        action, path = event["action"], event["path"]
         if action == "remove" and path in self._locked:
             self._read_lock({**event, "held": False})
         elif event["exclusive"]:  # only one rank can create it, which serves as a lock until it is removed
             self._read_lock({**event, "held": True})
         elif action in ("write", "rename"):  # who finds that it exists knows what came before
             self._trace.sync_events.append(SyncEvent("set", path, event["t"]))
-        position = len(self._trace.sync_events)
+        self._add_file(action, event)
+
+    def _add_file(self, action: str, event: dict[str, Any]) -> None:
+        site, position = self._trace.site(event["site"]), len(self._trace.sync_events)
         self._trace.files.append(
-            FileEvent(action, path, event["mode"], site, position, event["t"], frozenset(self._locked), event["s"])
+            FileEvent(action, event["path"], site, position, event["t"], frozenset(self._locked), event["s"])
         )
 
     def _read_draw(self, event: dict[str, Any]) -> None:

@@ -215,11 +215,10 @@ class SyncPoint:
 
 @dataclass
 class FileEvent:
-    """A file that was opened, renamed or removed."""
+    """A file that was opened, renamed or removed, or looked for and not found."""
 
-    action: str  # "read", "write", "update", "rename", "mkdir", "remove" or "rmtree"
+    action: str  # "read", "write", "update", "rename", "mkdir", "remove", "rmtree" or "miss"
     path: str
-    mode: str
     site: Site
     sync: int  # how many synchronizing events came before it
     time: float

@@ -23,6 +23,8 @@ from samestep.verify.trace_events import Evaluation
 
 _REDUCTIONS = (*REDUCTIONS, "all_gather_object", "gather_object")
 _LARGE = 5e-3  # a relative difference that rounding does not explain
+_LEAST = 1e-5  # of a number of samples divided by another one
+_PRECISE = 0.1  # of a sample: the last digit of a fraction
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -32,10 +34,11 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         return
     one = worlds.one[0]
     for *evaluations, reference in zip(*(trace.evaluations for trace in ranks), one.evaluations, strict=False):
-        if not _are_comparable(worlds, evaluations, reference):
-            return  # what is printed later may depend on this evaluation as well
         printed = [list(reports(worlds, rank, each)) for rank, each in enumerate(evaluations)]
-        wrong = [report for report in printed[0] if _differs(report)]
+        is_fraction = all(_are_fractions(report, reference.rows) for report in printed[0])
+        if not _are_comparable(worlds, evaluations, reference, is_fraction):
+            return  # what is printed later may depend on this evaluation as well
+        wrong = [report for report in printed[0] if _differs(report, _LEAST if is_fraction else _LARGE)]
         calls = [call for call in evaluations[0].collectives if call.name in _REDUCTIONS]
         if not wrong or any(printed[1:]) or not calls:
             continue
@@ -53,19 +56,35 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         return
 
 
-def _are_comparable(worlds: Worlds, evaluations: Sequence[Evaluation], reference: Evaluation) -> bool:
-    """Whether the ranks together evaluate the samples of one rank once, with its weights and without randomness."""
+def _are_comparable(
+    worlds: Worlds, evaluations: Sequence[Evaluation], reference: Evaluation, is_fraction: bool
+) -> bool:
+    """Whether the ranks evaluate the samples of one rank, with its weights and without randomness.
+
+    Together once, or all of them on each rank. A mean over batches depends on their sizes, a fraction of samples not.
+    """
     every = [*evaluations, reference]
     if not same_on_all((each.step, each.calls[0].weights) for each in every):
         return False
     if any(call.rng != each.calls[0].rng for each in every for call in each.calls):
         return False
-    if has_batchnorm(worlds.many[0], reference) or not same_on_all(call.rows for call in reference.calls):
+    if has_batchnorm(worlds.many[0], reference):
         return False
     traces = [*worlds.many.ranks, *(worlds.one.ranks if worlds.one else [])]
     samples = [_samples(trace, each) for trace, each in zip(traces, every, strict=False)]
     shards, whole = samples[:-1], samples[-1]
+    if whole and all(each == whole for each in shards):
+        return same_on_all([call.rows for call in each.calls] for each in every)
+    if not is_fraction and not same_on_all(call.rows for call in reference.calls):
+        return False
     return bool(whole) and sorted(sample for each in shards for sample in each) == sorted(whole)
+
+
+def _are_fractions(report: Report, rows: int) -> bool:
+    """Whether one rank prints numbers of samples divided by all of them, as an accuracy, with enough digits to tell."""
+    values = report.expected_values or []
+    rounded = [(rows * float(value), rows * 10.0 ** -_decimals(value)) for value in values]
+    return bool(values) and all(abs(each - round(each)) <= step / 2 and step < _PRECISE for each, step in rounded)
 
 
 def _samples(trace: RankTrace, evaluation: Evaluation) -> list[str]:
@@ -76,13 +95,13 @@ def _samples(trace: RankTrace, evaluation: Evaluation) -> list[str]:
     return [row for call in evaluation.calls for row in call.hashes]
 
 
-def _differs(report: Report) -> bool:
+def _differs(report: Report, least: float) -> bool:
     """Whether one rank prints other numbers, by more than rounding and the last digit."""
     one, two = report.values, report.expected_values
     if not one or not two or len(one) != len(two):
         return False
     return any(
-        abs(float(a) - float(b)) > max(_LARGE * abs(float(b)), 1.5 * 10.0 ** -_decimals(b))
+        abs(float(a) - float(b)) > max(least * abs(float(b)), 1.5 * 10.0 ** -_decimals(b))
         for a, b in zip(one, two, strict=True)
     )
 
