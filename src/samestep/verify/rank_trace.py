@@ -322,7 +322,10 @@ class _Reader:
 
     def _read_backward(self, event: dict[str, Any]) -> None:
         self._backwards.append(
-            Backward(self._trace.site(event["site"]), event["loss"], event["syncs"], event["epoch"], rng=event["rng"])
+            Backward(
+                self._trace.site(event["site"]), event["loss"], event["syncs"], event["epoch"], rng=event["rng"],
+                position=event["p"],
+            )  # fmt: skip
         )
         self._note_rng(event["rng"])
         if any(event["syncs"]) and any(call.wrapper == "ddp" for call in self._calls):

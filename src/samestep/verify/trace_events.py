@@ -118,6 +118,7 @@ class Backward:
     epoch: int | None
     scales: list[float] = field(default_factory=list[float])
     rng: str = ""
+    position: int = 0  # in the executed lines
     restarts: bool = False  # whether the script has dropped the gradients of the passes before it
 
 

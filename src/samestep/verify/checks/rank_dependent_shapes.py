@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, pair_by, same_on_all
 from samestep.verify.checks.unsynchronized_parameters import first_difference
+from samestep.verify.control_flow import early_exit
 from samestep.verify.gradient_fit import comparable_steps, fit_weights
 from samestep.verify.source import Function, function_at, name_of, statement_at
 
@@ -99,7 +100,7 @@ def one_rank_change(worlds: Worlds) -> Location | None:
     """The line that changes state on some ranks only, by the lines that not all ranks have executed.
 
     If a decorator keeps its function from the other ranks, it is the line of the decorator. Of a function that only
-    some ranks call, it is the line of the call.
+    some ranks call, it is the line of the call; if the other ranks leave the function before, that of the condition.
     """
     ranks = worlds.many.ranks
     for trace in ranks:
@@ -109,7 +110,8 @@ def one_rank_change(worlds: Worlds) -> Location | None:
         guards = [guard for each in changes if (guard := _guard(each)) is not None]
         inside = [each for each in changes if _is_in_common_function(each, others)]
         if guards or inside or changes:
-            return (guards or inside or changes)[0]
+            location = (guards or inside or changes)[0]
+            return location if guards else early_exit(location, others) or location
     return None
 
 

@@ -67,6 +67,13 @@ def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch], all_same: b
             f"{text}: DistributedSampler.set_epoch() {_was_called(called, all_same)}",
             related=[sampler[0]] if sampler else [],
         )
+    drawn = trace.of("order")
+    if calls and 0 < len(drawn) < len(epochs):
+        kept = next((each for each in drawn[-1]["site"] if each.function.endswith("__init__")), None)
+        return CHECK.finding(
+            kept or first(drawn[-1]["site"]), f"{text}: the sampler draws it once, before set_epoch at {calls[0]}",
+            related=calls[:1], repair="draw the order in __iter__ of the batch sampler, in every epoch",
+        )  # fmt: skip
     if calls:
         return CHECK.finding(
             first(loader.site), f"{text}, although the script calls set_epoch at {calls[0]}", related=calls[:1],

@@ -17,6 +17,7 @@ from samestep.findings import Finding
 from samestep.verify.check import Check, Report, Worlds, first, reports, same_on_all
 from samestep.verify.checks import coupled_samples
 from samestep.verify.checks.mean_of_means import REDUCTIONS, has_batchnorm
+from samestep.verify.checks.one_shard_metric import result_location
 from samestep.verify.rank_trace import RankTrace
 from samestep.verify.source import division_by_ranks
 from samestep.verify.trace_events import Evaluation
@@ -45,8 +46,9 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         if next(coupled_samples.find(worlds), None) is None:
             report = wrong[0]
             location = first(calls[-1].site)
+            computed = result_location(evaluations[0]) if "gather" in calls[-1].name else None
             yield CHECK.finding(
-                (division_by_ranks(location) if location else None) or location,
+                computed or (division_by_ranks(location) if location else None) or location,
                 f"rank 0 reports {' '.join(report.values or [])} after step {reference.step}, where one rank reports "
                 f"{' '.join(report.expected_values or [])} for the same {reference.rows} samples and weights",
                 evidence=[f"{len(ranks)} ranks: {report.text}", f"1 rank: {report.expected}"],

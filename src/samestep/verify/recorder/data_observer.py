@@ -41,6 +41,7 @@ class DataObserver:
         wrap(iterator, "_next_index", self._next_index)
         wrap(DistributedSampler, "__init__", self._create_sampler)
         wrap(DistributedSampler, "set_epoch", self._set_epoch)
+        wrap(DistributedSampler, "__iter__", self._draw_order)
 
     @property
     def current(self) -> int | None:
@@ -61,6 +62,11 @@ class DataObserver:
         if not self._recorder.is_quiet:
             self._recorder.write("set_epoch", epoch=str(args[:1] or kwargs), site=self._recorder.site())
         return original(sampler, *args, **kwargs)
+
+    def _draw_order(self, original: Any, sampler: Any) -> Any:
+        if not self._recorder.is_quiet:
+            self._recorder.write("order", site=self._recorder.site())
+        return original(sampler)
 
     def _create_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         recorder = self._recorder
