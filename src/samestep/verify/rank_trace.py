@@ -257,7 +257,8 @@ class _Reader:
 
     def _read_epoch(self, event: dict[str, Any]) -> None:
         loader = self._trace.loaders[event["loader"]]
-        self._trace.epochs[event["id"]] = Epoch(event["id"], loader, self._trace.site(event["site"]), event["p"])
+        site = self._trace.site(event["site"])
+        self._trace.epochs[event["id"]] = Epoch(event["id"], loader, site, event["p"], event["settings"])
 
     def _read_batch(self, event: dict[str, Any]) -> None:
         epoch = self._trace.epochs[event["epoch"]]
@@ -321,11 +322,9 @@ class _Reader:
             self._note_rng(event["rng"])
 
     def _read_backward(self, event: dict[str, Any]) -> None:
+        site, rng, position = self._trace.site(event["site"]), event["rng"], event["p"]
         self._backwards.append(
-            Backward(
-                self._trace.site(event["site"]), event["loss"], event["syncs"], event["epoch"], rng=event["rng"],
-                position=event["p"],
-            )  # fmt: skip
+            Backward(site, event["loss"], event["syncs"], event["epoch"], rng=rng, position=position)
         )
         self._note_rng(event["rng"])
         if any(event["syncs"]) and any(call.wrapper == "ddp" for call in self._calls):

@@ -62,6 +62,7 @@ class Epoch:
     loader: LoaderInfo
     site: Site
     position: int
+    settings: dict[str, str] = field(default_factory=dict[str, str])  # attributes of the dataset
     batches: list[Batch] = field(default_factory=list[Batch])
     is_complete: bool = False
     ended: bool = False

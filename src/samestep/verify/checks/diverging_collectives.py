@@ -123,7 +123,9 @@ def locate(ranks: list[RankTrace], divergence: Divergence) -> tuple[Location | N
         for point in divergence.points.values():  # a rank has left the function of this one before the call
             same = [each for each in point.site if in_same_function(each, line)] if point is not None else []
             if same and condition and len({str(each and each.site) for each in divergence.points.values()}) > 1:
-                return same[0], point, f"; other ranks leave {line.function} at `{condition}` in line {line.line}"
+                is_wrapper = "<locals>" in line.function  # such as that of a decorator, which calls what it decorates
+                where = point.site[0] if is_wrapper and point is not None else same[0]
+                return where, point, f"; other ranks leave {line.function} at `{condition}` in line {line.line}"
         if condition:
             return line, None, f"; the ranks take different ways at `{condition}`"
     longer = _longer_loop(ranks, divergence) if branch is None else None

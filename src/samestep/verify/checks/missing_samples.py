@@ -87,7 +87,10 @@ def _compare(worlds: Worlds, world: WorldTrace, one: RankTrace, role: Role) -> F
     is_named = loader.distributed and sampler is not None and "Sampler" in sampler.source
     location = sampler if is_named else None
     return CHECK.finding(
-        location or _skipped(loader) or sharding_statement(worlds.files, worlds.executed()) or loader_location(worlds, loader),
+        location
+        or _skipped(loader)
+        or sharding_statement(worlds.files, worlds.executed())
+        or loader_location(worlds, loader),
         f"{len(missing)} of {len(expected)} samples are read by no rank in {count} epoch{'s' * (count > 1)} of "
         f"{what}{where}: {shown}",
         evidence=[_describe_sampler(each[0]) for each in epochs if each[0].loader.distributed],

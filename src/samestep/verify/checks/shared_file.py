@@ -2,9 +2,9 @@
 
 What it compares: the files that each rank writes, and whether anything orders these writes: a collective, as for ranks
 that take turns, a message, or a lock. Files that are opened to change parts of them (`r+`), databases of SQLite, which
-locks them itself, and caches are not reported. A file or a folder that one rank removes while another one uses it is, and so
-are a file that several ranks remove, a folder that several ranks create if one of them fails, and event files of
-TensorBoard that several ranks write to one folder.
+locks them itself, and caches are not reported. A file or a folder that one rank removes while another one uses it is,
+and so are a file that several ranks remove, a folder that several ranks create if one of them fails, and event files
+of TensorBoard that several ranks write to one folder.
 
 Fault: `torch.save(state, "checkpoints/last.pt")` on every rank. The file is usually right and sometimes corrupt.
 
@@ -110,7 +110,7 @@ def _removals(world: WorldTrace, order: FileOrder) -> Iterator[Finding]:
                         ranks=sorted((trace.rank, other.rank)),
                         related=[each for each in [first(lost[0].site)] if each],
                         consequence="files disappear before they are used, depending on which rank is faster",
-                        repair="call dist.barrier() on all ranks before one of them removes what others use, and before "
+                        repair="call dist.barrier() before a rank removes what others have used, and before "
                         "others use what it creates anew",
                     )
 

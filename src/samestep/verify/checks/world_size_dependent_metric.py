@@ -2,8 +2,8 @@
 
 What it compares: the numbers that rank 0 prints or logs after an evaluation in which the ranks communicate with those
 that one rank prints for the same samples and weights. Only numbers that depend on an evaluation count, not times and
-training losses. Not compared are evaluations with BatchNorm or random numbers, of losses that compare the samples of a
-batch, and those whose batches have different sizes on one rank as well.
+training losses. Not compared are evaluations with BatchNorm or random numbers, and of losses that compare the samples
+of a batch. If the batches have different sizes on one rank as well, only fractions of samples are compared.
 
 Fault: `gathered = torch.cat(parts)`, compared with the labels in the order of the dataset, although each rank has every
 second sample. Or a perplexity, a recall or a mean over batches that is computed on each rank and then averaged.

@@ -18,6 +18,8 @@ from samestep.verify.recorder.recorder import Recorder, StopScript, wrap
 
 ITERATOR: Final = "_BaseDataLoaderIter"  # of torch.utils.data.dataloader
 ITERATOR_METHODS: Final = ("__next__", "_next_index")
+_MAX_SETTINGS: Final = 32  # attributes of a dataset
+_MAX_SETTING: Final = 80  # characters of the value of one
 _NAME: Final = "_samestep_verify"  # attribute that an observed object gets
 
 
@@ -113,7 +115,7 @@ class DataObserver:
         sampler = getattr(loader, "sampler", None)
         recorder.write(
             "epoch", id=number, loader=loader.__dict__[_NAME], site=recorder.site(),
-            sampler_epoch=getattr(sampler, "epoch", None),
+            sampler_epoch=getattr(sampler, "epoch", None), settings=_settings(loader.dataset),
         )  # fmt: skip
         return iterator
 
@@ -223,6 +225,13 @@ def _describe_loader(loader: Any) -> dict[str, Any]:
             "drop_last": sampler.drop_last, "site": sampler.__dict__.get(_NAME), "length": _length(sampler.dataset),
         }  # fmt: skip
     return values
+
+
+def _settings(dataset: Any) -> dict[str, str]:
+    """The numbers, texts and tuples that a dataset has as attributes, which may change from epoch to epoch."""
+    values = getattr(_root(dataset), "__dict__", {})
+    simple = {name: value for name, value in values.items() if isinstance(value, bool | int | float | str | tuple)}
+    return {name: repr(value)[:_MAX_SETTING] for name, value in [*simple.items()][:_MAX_SETTINGS]}
 
 
 def _length(value: Any) -> int | None:
