@@ -207,7 +207,7 @@ class _Reader:
     def read(self, path: Path) -> None:
         """Read all events; a rank that was killed may have written half of the last one."""
         for line in path.read_bytes().splitlines():
-            event = self._decode(line)
+            event = _decode(line)
             if event is None:
                 continue
             read = getattr(self, f"_read_{event['k']}", None)
@@ -220,12 +220,6 @@ class _Reader:
                 self._trace.last = event
         if self._delayed is not None:
             self._read_file(self._delayed)
-
-    def _decode(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            return json.loads(line)
-        except ValueError:  # the rank was killed while it wrote
-            return None
 
     def _read_start(self, event: dict[str, Any]) -> None:
         if event["rank"] is not None:
@@ -464,10 +458,8 @@ class _Reader:
         self._add_file(action, event)
 
     def _add_file(self, action: str, event: dict[str, Any]) -> None:
-        site, position = self._trace.site(event["site"]), len(self._trace.sync_events)
-        self._trace.files.append(
-            FileEvent(action, event["path"], site, position, event["t"], frozenset(self._locked), event["s"])
-        )
+        site, position, locks = self._trace.site(event["site"]), len(self._trace.sync_events), frozenset(self._locked)
+        self._trace.files.append(FileEvent(action, event["path"], site, position, event["t"], locks, event["s"]))
 
     def _read_draw(self, event: dict[str, Any]) -> None:
         draw = Draw(
@@ -494,3 +486,10 @@ class _Reader:
         self._trace.ending = Ending(
             event["code"], event["stopped"], event.get("error", ""), event.get("message", ""), site, event
         )
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:  # the rank was killed while it wrote
+        return None

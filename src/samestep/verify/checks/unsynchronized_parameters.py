@@ -89,8 +89,8 @@ def _cause(trace: RankTrace, step: int, numbers: list[int]) -> tuple[Location | 
     if trace.covered:
         return _parameters_location(optimizer["site"]), "DDP does not cover them"
     if trace.steps[step].is_sharded:
-        if not any(number in trace.names and trace.names[number][1] == "fsdp" for number in numbers):
-            return _parameters_location(optimizer["site"]), "they are in no module that FSDP shards"
+        if not any(number in trace.names for number in numbers):
+            return _parameters_location(optimizer["site"]), "they are in no module, so that FSDP does not shard them"
         return _sharding_location(trace) or _parameters_location(optimizer["site"]), "FSDP does not shard them"
     prepared = [event["site"] for event in trace.of("accelerate") if event["name"] == "prepare" and event["site"]]
     if prepared:
