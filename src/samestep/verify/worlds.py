@@ -128,7 +128,9 @@ class _Interpreter:
         environment |= {
             "PYTHONHASHSEED": str(number + 1),
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
-            "OMP_WAIT_POLICY": "passive",  # threads that spin take the cores that others need on a busy machine
+            "OMP_WAIT_POLICY": environment.get(
+                "OMP_WAIT_POLICY", "passive"
+            ),  # threads that spin take the cores that others need on a busy machine
             "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than all steps
         }
         if device == "cpu":

@@ -228,10 +228,11 @@ def _describe_loader(loader: Any) -> dict[str, Any]:
 
 
 def _settings(dataset: Any) -> dict[str, str]:
-    """The numbers, texts and tuples that a dataset has as attributes, which may change from epoch to epoch."""
-    values = getattr(_root(dataset), "__dict__", {})
-    simple = {name: value for name, value in values.items() if isinstance(value, bool | int | float | str | tuple)}
-    return {name: repr(value)[:_MAX_SETTING] for name, value in [*simple.items()][:_MAX_SETTINGS]}
+    """The numbers and texts that a dataset has as attributes, which may change from epoch to epoch."""
+    root = _root(dataset)
+    values = {**vars(type(root)), **getattr(root, "__dict__", {})}
+    simple = [(name, value) for name, value in values.items() if isinstance(value, int | float | str)]
+    return {name: str(value)[:_MAX_SETTING] for name, value in simple[:_MAX_SETTINGS] if not name.startswith("__")}
 
 
 def _length(value: Any) -> int | None:
