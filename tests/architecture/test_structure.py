@@ -33,7 +33,7 @@ TOOLS = {
     "report": ("samestep.report", "samestep.cli.report_command", "samestep.cli.runs_command"),
 }
 MAX_TOOL_LINES = {
-    "verify": 11_350,
+    "verify": 11_600,
     "lint": 18_000,
     "hang": 4_400,
     "report": 2_600,

@@ -1,7 +1,8 @@
 """The corpus of faulty and correct scripts, and what a test expects of verify for each; four test files share it.
 
-tests/corpus/shared was given to the project; tests/corpus/new was written for it before the checks had seen it. Every
-folder has a faulty script, its repair and meta.json, or a correct script that looks suspicious.
+tests/corpus/shared was given to the project; tests/corpus/new and verify-new were written for it before the checks had
+seen them. Every folder has a faulty script, its repair and meta.json, or a correct script that looks suspicious. That
+file is called verify.json if the tests of `samestep lint` do not use the folder.
 """
 
 import ast
@@ -11,12 +12,13 @@ from pathlib import Path
 from samestep.verify import Interpreters, verify
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
-CASES = sorted(path.parent for path in CORPUS.glob("*/*/meta.json"))
+DESCRIPTIONS = {path.parent: path for name in ("meta", "verify") for path in CORPUS.glob(f"*/*/{name}.json")}
+CASES = sorted(DESCRIPTIONS)
 COMPOUND = (ast.FunctionDef, ast.ClassDef, ast.If, ast.For, ast.While, ast.With, ast.Try)
 
 
 def meta(case: Path) -> dict:
-    return json.loads((case / "meta.json").read_text())
+    return json.loads(DESCRIPTIONS[case].read_text())
 
 
 def ranks(case: Path) -> int:

@@ -78,6 +78,8 @@ def test_a_renamed_file_is_complete_for_who_opens_it_later(tmp_path):
 
 def test_a_file_that_exists_says_that_what_was_written_before_it_is_complete(tmp_path):
     writer = [file("write", time=1.0), file("write", "flag", time=2.0)]
-    assert is_ordered(tmp_path, writer, [{"k": "exists", "path": "flag", "t": 3.0}, file("read", time=4.0)])
-    found = {"k": "exists", "path": "data", "t": 3.0}  # it may be half written
+    assert is_ordered(
+        tmp_path, writer, [{"k": "exists", "path": "flag", "found": True, "t": 3.0}, file("read", time=4.0)]
+    )
+    found = {"k": "exists", "path": "data", "found": True, "t": 3.0}  # it may be half written
     assert not is_ordered(tmp_path, writer, [found, file("read", time=4.0)])

@@ -285,3 +285,53 @@ for inputs, targets in DataLoader(data, 32, sampler=DistributedSampler(data)):
 def test_buffers_of_a_rank_count_only_if_the_loss_depends_on_them(run, argument, expected):
     verdict = run(METER.format(argument=argument))
     assert (codes(verdict), verdict.failure) == (expected, "")
+
+
+LOOK = """
+dist.init_process_group("gloo")
+if not os.path.exists("words.txt"):
+    if dist.get_rank() == 0:
+        with open("words.txt", "w") as file:
+            file.write("a b c")
+{indent}dist.barrier()
+train()
+"""
+
+
+@pytest.mark.parametrize(("indent", "codes"), [("    ", ["SS301"]), ("", [])])
+def test_a_look_for_a_file_counts_only_if_a_collective_depends_on_it(run, indent, codes):
+    assert [each.code for each in run(LOOK.format(indent=indent)).findings] == codes
+
+
+LEVELS = """
+class Points(TensorDataset):
+    level = 0
+
+    def set_level(self, level):
+        self.level = level
+
+
+def main():
+    dist.init_process_group("gloo")
+    part = Points(*(tensor[:32] for tensor in data.tensors))
+    sampler = DistributedSampler(part)
+    model = DDP(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, targets in DataLoader(part, 4, sampler=sampler):
+            optimizer.zero_grad()
+            mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        part.set_level({level})
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize(("level", "codes"), [("10 + dist.get_rank()", ["SS110"]), ("10 + epoch", [])])
+def test_a_setting_of_the_dataset_that_changes_must_be_equal_on_all_ranks(run, level, codes):
+    findings = run(LEVELS.format(level=level)).findings
+    assert [each.code for each in findings] == codes
+    assert all(each.location.source == f"part.set_level({level})" for each in findings)

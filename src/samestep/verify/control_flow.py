@@ -179,6 +179,23 @@ def is_guarded(location: Location) -> bool:
     return False
 
 
+def early_exit(location: Location, executed: set[tuple[str, int]]) -> Location | None:
+    """The condition before a line that keeps other ranks from it: they leave the function or the round of the loop.
+
+    `executed` has the lines of these ranks.
+    """
+    statement: ast.AST | None = statement_at(location)
+    for parent in parents(statement) if statement is not None else ():
+        before = [each for each in getattr(parent, "body", []) if each.lineno < location.line]
+        for each in reversed(before):
+            is_exit = isinstance(each, ast.If) and isinstance(each.body[-1], ast.Return | ast.Continue | ast.Break)
+            if is_exit and (location.file, each.body[-1].lineno) in executed:
+                return replace(location, line=each.lineno)
+        if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
+            break
+    return None
+
+
 def condition_of(location: Location) -> str:
     """The text of the condition on a line, such as `if rank == 0`; empty if there is none."""
     statement = statement_at(location)

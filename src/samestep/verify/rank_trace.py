@@ -207,7 +207,7 @@ class _Reader:
     def read(self, path: Path) -> None:
         """Read all events; a rank that was killed may have written half of the last one."""
         for line in path.read_bytes().splitlines():
-            event = self._decode(line)
+            event = _decode(line)
             if event is None:
                 continue
             read = getattr(self, f"_read_{event['k']}", None)
@@ -220,12 +220,6 @@ class _Reader:
                 self._trace.last = event
         if self._delayed is not None:
             self._read_file(self._delayed)
-
-    def _decode(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            return json.loads(line)
-        except ValueError:  # the rank was killed while it wrote
-            return None
 
     def _read_start(self, event: dict[str, Any]) -> None:
         if event["rank"] is not None:
@@ -257,7 +251,8 @@ class _Reader:
 
     def _read_epoch(self, event: dict[str, Any]) -> None:
         loader = self._trace.loaders[event["loader"]]
-        self._trace.epochs[event["id"]] = Epoch(event["id"], loader, self._trace.site(event["site"]), event["p"])
+        site = self._trace.site(event["site"])
+        self._trace.epochs[event["id"]] = Epoch(event["id"], loader, site, event["p"], event["settings"])
 
     def _read_batch(self, event: dict[str, Any]) -> None:
         epoch = self._trace.epochs[event["epoch"]]
@@ -321,8 +316,9 @@ class _Reader:
             self._note_rng(event["rng"])
 
     def _read_backward(self, event: dict[str, Any]) -> None:
+        site, rng, position = self._trace.site(event["site"]), event["rng"], event["p"]
         self._backwards.append(
-            Backward(self._trace.site(event["site"]), event["loss"], event["syncs"], event["epoch"], rng=event["rng"])
+            Backward(site, event["loss"], event["syncs"], event["epoch"], rng=rng, position=position)
         )
         self._note_rng(event["rng"])
         if any(event["syncs"]) and any(call.wrapper == "ddp" for call in self._calls):
@@ -428,7 +424,10 @@ class _Reader:
             self._trace.sync_events.append(SyncEvent(event["action"], f"store {key}", event["t"]))
 
     def _read_exists(self, event: dict[str, Any]) -> None:
-        self._trace.sync_events.append(SyncEvent("exists", event["path"], event["t"]))
+        if event["found"]:
+            self._trace.sync_events.append(SyncEvent("exists", event["path"], event["t"]))
+        else:
+            self._add_file("miss", event)
 
     def _read_lock(self, event: dict[str, Any]) -> None:
         (self._locked.add if event["held"] else self._locked.discard)(event["path"])
@@ -449,17 +448,18 @@ class _Reader:
 
     def _read_file(self, event: dict[str, Any]) -> None:
         self._delayed = None
-        site, action, path = self._trace.site(event["site"]), event["action"], event["path"]
+        action, path = event["action"], event["path"]
         if action == "remove" and path in self._locked:
             self._read_lock({**event, "held": False})
         elif event["exclusive"]:  # only one rank can create it, which serves as a lock until it is removed
             self._read_lock({**event, "held": True})
         elif action in ("write", "rename"):  # who finds that it exists knows what came before
             self._trace.sync_events.append(SyncEvent("set", path, event["t"]))
-        position = len(self._trace.sync_events)
-        self._trace.files.append(
-            FileEvent(action, path, event["mode"], site, position, event["t"], frozenset(self._locked), event["s"])
-        )
+        self._add_file(action, event)
+
+    def _add_file(self, action: str, event: dict[str, Any]) -> None:
+        site, position, locks = self._trace.site(event["site"]), len(self._trace.sync_events), frozenset(self._locked)
+        self._trace.files.append(FileEvent(action, event["path"], site, position, event["t"], locks, event["s"]))
 
     def _read_draw(self, event: dict[str, Any]) -> None:
         draw = Draw(
@@ -486,3 +486,10 @@ class _Reader:
         self._trace.ending = Ending(
             event["code"], event["stopped"], event.get("error", ""), event.get("message", ""), site, event
         )
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except ValueError:  # the rank was killed while it wrote
+        return None

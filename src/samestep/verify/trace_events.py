@@ -62,6 +62,7 @@ class Epoch:
     loader: LoaderInfo
     site: Site
     position: int
+    settings: dict[str, str] = field(default_factory=dict[str, str])  # attributes of the dataset
     batches: list[Batch] = field(default_factory=list[Batch])
     is_complete: bool = False
     ended: bool = False
@@ -118,6 +119,7 @@ class Backward:
     epoch: int | None
     scales: list[float] = field(default_factory=list[float])
     rng: str = ""
+    position: int = 0  # in the executed lines
     restarts: bool = False  # whether the script has dropped the gradients of the passes before it
 
 
@@ -215,11 +217,10 @@ class SyncPoint:
 
 @dataclass
 class FileEvent:
-    """A file that was opened, renamed or removed."""
+    """A file that was opened, renamed or removed, or looked for and not found."""
 
-    action: str  # "read", "write", "update", "rename", "mkdir", "remove" or "rmtree"
+    action: str  # "read", "write", "update", "rename", "mkdir", "remove", "rmtree" or "miss"
     path: str
-    mode: str
     site: Site
     sync: int  # how many synchronizing events came before it
     time: float

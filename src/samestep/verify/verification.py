@@ -368,7 +368,8 @@ def _compared(worlds: Worlds) -> list[str]:
     if any(each.ending.is_stopped for each in many):
         found.append(f"the script was stopped after {counted(many.steps, 'optimizer step')} (--steps)")
     if many.run.changed:
-        found.append(f"the script has written to files of yours: {', '.join(many.run.changed)}")
+        changed = ", ".join(many.run.changed)
+        found.append(f"these files of yours have changed meanwhile, by the script or another program: {changed}")
     return found
 
 

@@ -128,6 +128,9 @@ class _Interpreter:
         environment |= {
             "PYTHONHASHSEED": str(number + 1),
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
+            "OMP_WAIT_POLICY": environment.get(
+                "OMP_WAIT_POLICY", "passive"
+            ),  # threads that spin take the cores that others need on a busy machine
             "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than all steps
         }
         if device == "cpu":
@@ -403,6 +406,8 @@ class _Watch:
         Ranks that wait in the same call get more time: a large tensor on a busy machine is slow.
         """
         live = [tail for tail in tails if not tail.ended]
+        if self._settings.spawns and any(tail.has_joined for tail in live):  # who started the ranks waits for their end
+            live = [tail for tail in live if tail.has_joined or tail.process not in self.processes]
         for tail in live:
             tail.note_work(now)
         waiting = [tail for tail in live if tail.waits]
@@ -421,7 +426,8 @@ class _Tail:
     def __init__(self, path: Path) -> None:
         self._path, self._position = path, 0
         self.step, self.changed = 0, time.monotonic()
-        self.waits = self.ended = False
+        self.waits = self.ended = self.has_joined = False
+        self.process = 0
         self.call = ""  # the last one that waits for others, with its number
         self._calls = 0
         self._process: psutil.Process | None = None
@@ -450,7 +456,9 @@ class _Tail:
         for event in map(json.loads, lines):
             self.changed, self.step = time.monotonic(), event["s"]
             kind = event["k"]
+            self.has_joined = self.has_joined or (kind == "init" and event["state"] == "end")
             if kind == "start":
+                self.process = event["pid"]
                 with suppress(psutil.NoSuchProcess):
                     self._process = psutil.Process(event["pid"])
             self.ended = self.ended or kind == "end"

@@ -1,7 +1,8 @@
 """A collective that not all ranks call.
 
 What it compares: the collectives of all ranks in their order, with the lines that call them; and the lines that the
-ranks executed since the last collective that they share, which shows the branch that they took differently.
+ranks executed since the last collective that they share, which shows the branch that they took differently. It also
+looks for collectives that a rank calls only if it finds no file, while another rank may have written this file already.
 
 Fault: `if rank == 0: accuracy = evaluate(model, loader)`, where `evaluate` ends with `dist.all_reduce`. Rank 0 waits
 for ranks that are elsewhere.
@@ -12,7 +13,7 @@ Repair: call the collective on every rank, and print its result on rank 0 only.
 import signal
 from collections.abc import Iterator
 
-from samestep.findings import Finding, Location
+from samestep.findings import Finding, Location, relative_path
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.checks.rank_elsewhere import has_timed_out
 from samestep.verify.control_flow import (
@@ -27,6 +28,7 @@ from samestep.verify.control_flow import (
     is_branch_of_one_rank,
     is_guarded,
 )
+from samestep.verify.file_order import FileOrder
 from samestep.verify.rank_trace import RankTrace
 from samestep.verify.trace_events import SyncPoint
 
@@ -35,7 +37,10 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     """Report the first collective in which the ranks differ, if the run failed."""
     world = worlds.many
     divergence = find_divergence(world.ranks, world.failed)
-    if divergence is None or divergence.is_shape_only:
+    if divergence is None:
+        yield from _after_a_look(worlds)
+        return
+    if divergence.is_shape_only:
         return
     is_certain = is_branch_of_one_rank(world.ranks, divergence)
     if not is_certain and not is_root(world.ranks, divergence):
@@ -58,6 +63,29 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         ranks=sorted(points),
         related=[each for point in points.values() if point and (each := first(point.site)) and each != location],
     )
+
+
+def _after_a_look(worlds: Worlds) -> Iterator[Finding]:
+    """Collectives that a rank calls because it has found no file, which another rank writes at about that time."""
+    world, order = worlds.many, FileOrder(worlds.many.ranks)
+    writes = [(trace.rank, each) for trace in world for each in trace.files if each.action in ("write", "rename")]
+    for trace in world:
+        for missed in (each for each in trace.files if each.action == "miss"):
+            location = first(missed.site)
+            inside = [point for point in trace.sync_points if location and frame_inside(point.site, location)]
+            for rank, write in writes if inside else ():
+                if rank == trace.rank or write.path != missed.path:
+                    continue
+                if not order.is_ordered(trace.rank, missed, rank, write):
+                    yield CHECK.finding(
+                        location,
+                        f"rank {trace.rank} calls {inside[0].name} because it finds no {relative_path(missed.path)}, "
+                        f"which rank {rank} writes without waiting for it: a rank that looks later calls nothing",
+                        ranks=sorted((rank, trace.rank)),
+                        related=[each for each in (first(inside[0].site), first(write.site)) if each],
+                        repair="look for the file on rank 0 only, and call the collective on every rank",
+                    )
+                    return
 
 
 def is_root(ranks: list[RankTrace], divergence: Divergence) -> bool:
@@ -95,7 +123,9 @@ def locate(ranks: list[RankTrace], divergence: Divergence) -> tuple[Location | N
         for point in divergence.points.values():  # a rank has left the function of this one before the call
             same = [each for each in point.site if in_same_function(each, line)] if point is not None else []
             if same and condition and len({str(each and each.site) for each in divergence.points.values()}) > 1:
-                return same[0], point, f"; other ranks leave {line.function} at `{condition}` in line {line.line}"
+                is_wrapper = "<locals>" in line.function  # such as that of a decorator, which calls what it decorates
+                where = point.site[0] if is_wrapper and point is not None else same[0]
+                return where, point, f"; other ranks leave {line.function} at `{condition}` in line {line.line}"
         if condition:
             return line, None, f"; the ranks take different ways at `{condition}`"
     longer = _longer_loop(ranks, divergence) if branch is None else None

@@ -306,9 +306,11 @@ def _overlapping_parts(worlds: Worlds) -> Iterator[Finding]:
     """Compare the rows of ranks that take parts by hand, in the steps before a rank repeats a row of its own."""
     location = sharding_statement(worlds.files, worlds.executed())
     ranks = worlds.many.ranks
-    by_rank = [_rows_before_a_repetition(trace) for trace in ranks]
+    if location is None:
+        return
+    by_rank = [_rows_of_first_part(trace, location) for trace in ranks]
     steps = min(map(len, by_rank))
-    if location is None or steps < _MIN_STEPS or any(trace.of("subgroup") for trace in ranks):
+    if steps < _MIN_STEPS or any(trace.of("subgroup") for trace in ranks):
         return
     parts = [{row for rows in each[:steps] for row in rows} for each in by_rank]
     shared, smallest = set[str].intersection(*parts), min(map(len, parts))
@@ -323,12 +325,17 @@ def _overlapping_parts(worlds: Worlds) -> Iterator[Finding]:
         )
 
 
-def _rows_before_a_repetition(trace: RankTrace) -> list[list[str]]:
-    """The rows that the model got in each step, up to the first step that repeats one: a new epoch, or other draws."""
+def _rows_of_first_part(trace: RankTrace, location: Location) -> list[list[str]]:
+    """The rows that the model got in each step, before the rank takes its next part at a line, or repeats a row."""
     found, seen = list[list[str]](), set[str]()
+    begin, lines = trace.lines
+    place = location.file, location.line
+    taken = [number for number, each in enumerate(map(trace.locate, lines)) if (each.file, each.line) == place]
+    is_known = begin == 0 and len(taken) > 1
     for step in trace.steps:
         rows = [row for call in step.calls if call.rows > 1 for row in call.hashes]
-        if not rows or len(set(rows)) < len(rows) or not seen.isdisjoint(rows):
+        is_next = is_known and bool(step.backwards) and step.backwards[0].position > taken[1]
+        if not rows or is_next or len(set(rows)) < len(rows) or not seen.isdisjoint(rows):
             break
         seen.update(rows)
         found.append(rows)

@@ -14,12 +14,12 @@ Repair: let the sampler take rank and number of replicas from the process group,
 from collections.abc import Iterator
 from dataclasses import replace
 
-from samestep.findings import Finding
+from samestep.findings import Finding, Location
 from samestep.messages import format_list
 from samestep.verify.check import Check, Worlds, first, same_on_all
 from samestep.verify.checks.duplicated_data import loader_location, sample_lists
 from samestep.verify.rank_trace import RankTrace, WorldTrace
-from samestep.verify.source import argument, call_named, sharding_statement
+from samestep.verify.source import argument, call_named, origin, sharding_statement
 from samestep.verify.trace_events import Epoch, LoaderInfo, Role
 
 _ROLES: tuple[Role, ...] = ("train", "eval")
@@ -87,11 +87,21 @@ def _compare(worlds: Worlds, world: WorldTrace, one: RankTrace, role: Role) -> F
     is_named = loader.distributed and sampler is not None and "Sampler" in sampler.source
     location = sampler if is_named else None
     return CHECK.finding(
-        location or sharding_statement(worlds.files, worlds.executed()) or loader_location(worlds, loader),
+        location
+        or _skipped(loader)
+        or sharding_statement(worlds.files, worlds.executed())
+        or loader_location(worlds, loader),
         f"{len(missing)} of {len(expected)} samples are read by no rank in {count} epoch{'s' * (count > 1)} of "
         f"{what}{where}: {shown}",
         evidence=[_describe_sampler(each[0]) for each in epochs if each[0].loader.distributed],
     )
+
+
+def _skipped(loader: LoaderInfo) -> Location | None:
+    """The number of batches that a resumed epoch skips: where it comes from."""
+    location = first(loader.site)
+    call = call_named(location, ["skip_first_batches"]) if location is not None else None
+    return origin(location, argument(call, "num_batches", 1)) if location is not None and call is not None else None
 
 
 def _dropped(worlds: Worlds, loader: LoaderInfo, evaluated: int, by_one: int) -> Finding:

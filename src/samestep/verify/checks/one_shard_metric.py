@@ -45,7 +45,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         what = "reports a result" if decided is None else "decides what it saves by a result"
         counts = ", ".join(f"rank {rank}: {len(each)}" for rank, each in enumerate(samples))
         yield CHECK.finding(
-            _result(evaluations[0]) or decided or first(wrong[0]),
+            result_location(evaluations[0]) or decided or first(wrong[0]),
             f"rank 0 {what} of {len(samples[0])} of {len(set[str]().union(*samples))} evaluated samples "
             f"after step {evaluations[0].step}: the ranks evaluate different samples ({counts}) and do not communicate",
             ranks=[0],
@@ -113,7 +113,7 @@ def _are_shards(samples: Sequence[set[str]]) -> bool:
     return sum(map(len, samples)) - total <= _MAX_REPEATED * total and all(len(each) < total for each in samples)
 
 
-def _result(evaluation: Evaluation) -> Location | None:
+def result_location(evaluation: Evaluation) -> Location | None:
     """The statement by which the function that evaluates returns its result."""
     location = first(evaluation.calls[0].site)
     function = function_at(location) if location is not None else None

@@ -51,9 +51,9 @@ def _update(worlds: Worlds, names: list[str]) -> Location | None:
                 case ast.Expr(value=ast.Call(func=function)):
                     parts = ast.walk(function)
                 case ast.Assign(targets=targets):
-                    parts = iter(targets)
+                    parts = (part for target in targets for part in ast.walk(target))
                 case ast.AugAssign(target=target):
-                    parts = iter([target])
+                    parts = ast.walk(target)
                 case _:
                     continue
             changes = any(isinstance(each, ast.Attribute) and each.attr in names for each in parts)

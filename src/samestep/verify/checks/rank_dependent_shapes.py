@@ -1,12 +1,14 @@
 """State that changes on some ranks only.
 
 What it compares: the shapes of the training batches within an epoch. It is reported if every rank has one shape in the
-whole epoch, but not all ranks the same; batches of variable length differ within a rank. It also compares whether a
-model is in training mode, and the gradients with those of one rank: if they are equal first and differ from some step
-on, and some ranks alone have executed a line that changes an attribute, this is the cause.
+whole epoch, but not all ranks the same; batches of variable length differ within a rank. It compares the numbers and
+texts that a dataset has as attributes, if the script changes them between epochs. It also compares whether a model is
+in training mode, and the gradients with those of one rank: if they are equal first and differ from some step on, and
+some ranks alone have executed a line that changes an attribute, this is the cause.
 
 Fault: a callback under `@rank_zero_only`, or code under `if rank == 0:`, that changes the resolution of the dataset or
-the weight of a loss. The other ranks keep the old one. Or `model.eval()` on rank 0, without `model.train()` after it.
+the weight of a loss. The other ranks keep the old one. Or a difficulty of the dataset that each rank sets from its own
+loss, or `model.eval()` on rank 0, without `model.train()` after it.
 
 Repair: change the state on every rank, and print on rank 0 only.
 """
@@ -17,8 +19,17 @@ from collections.abc import Iterator
 from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first, pair_by, same_on_all
 from samestep.verify.checks.unsynchronized_parameters import first_difference
+from samestep.verify.control_flow import early_exit
 from samestep.verify.gradient_fit import comparable_steps, fit_weights
-from samestep.verify.source import Function, function_at, name_of, statement_at
+from samestep.verify.source import (
+    Function,
+    attribute_assignments,
+    find_calls,
+    find_class,
+    function_at,
+    name_of,
+    statement_at,
+)
 
 _MIN_BATCHES = 2
 _MIN_STEPS = 2
@@ -48,8 +59,53 @@ def find(worlds: Worlds) -> Iterator[Finding]:
                 ranks=[trace.rank for trace, each in zip(ranks, shapes, strict=True) if each != shapes[0]],
             )
             return
+    yield from _settings(worlds)
     yield from _modes(worlds)
     yield from _gradients(worlds)
+
+
+def _settings(worlds: Worlds) -> Iterator[Finding]:
+    """Compare the attributes of datasets that the script changes from outside, if they are equal in the first epoch."""
+    equal = dict[str, int]()  # the last epoch in which the ranks have the same value, by attribute
+    for number, epochs in enumerate(zip(*(trace.epochs_of("train") for trace in worlds.many), strict=False)):
+        if not same_on_all(epoch.loader.dataset for epoch in epochs):
+            return
+        for name in epochs[0].settings:
+            values = [epoch.settings.get(name, "") for epoch in epochs]
+            if same_on_all(values):
+                equal[name] = number
+                continue
+            location = _change(worlds, name, epochs[0].loader.dataset_class) if name in equal else None
+            if location is not None:
+                text = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+                yield CHECK.finding(
+                    location,
+                    f"`{name}` of {epochs[0].loader.dataset_class.rpartition('.')[2]} differs between the ranks in "
+                    f"epoch {number} ({text}), and is equal in epoch {equal[name]}",
+                    ranks=range(worlds.many.size),
+                    repair="change it by a value that is equal on all ranks: reduce it, or broadcast that of rank 0",
+                )
+                return
+
+
+def _change(worlds: Worlds, attribute: str, dataset: str) -> Location | None:
+    """The executed line that changes an attribute of a dataset from outside: by itself, or by calling a method."""
+    found = find_class(worlds.files, dataset.rpartition(".")[2])
+    methods = {each.name for each in ast.walk(found[1]) if isinstance(each, ast.FunctionDef)} if found else set[str]()
+    for file, statement in attribute_assignments(worlds.files, attribute):
+        location, executed = Location(file, statement.lineno), worlds.executed()
+        function = function_at(location)
+        if (file, statement.lineno) not in executed:
+            continue
+        if found is None or statement not in ast.walk(found[1]):
+            return location
+        name = function.name if isinstance(function, Function) and not function.name.startswith("_") else ""
+        calls = [(each, call) for each in worlds.files for call in find_calls(each, [name]) if name in methods]
+        outside = [(each, call.lineno) for each, call in calls if call not in ast.walk(found[1])]
+        for place in outside:
+            if place in executed:
+                return Location(*place)
+    return None
 
 
 def _modes(worlds: Worlds) -> Iterator[Finding]:
@@ -99,7 +155,7 @@ def one_rank_change(worlds: Worlds) -> Location | None:
     """The line that changes state on some ranks only, by the lines that not all ranks have executed.
 
     If a decorator keeps its function from the other ranks, it is the line of the decorator. Of a function that only
-    some ranks call, it is the line of the call.
+    some ranks call, it is the line of the call; if the other ranks leave the function before, that of the condition.
     """
     ranks = worlds.many.ranks
     for trace in ranks:
@@ -109,7 +165,8 @@ def one_rank_change(worlds: Worlds) -> Location | None:
         guards = [guard for each in changes if (guard := _guard(each)) is not None]
         inside = [each for each in changes if _is_in_common_function(each, others)]
         if guards or inside or changes:
-            return (guards or inside or changes)[0]
+            location = (guards or inside or changes)[0]
+            return location if guards else early_exit(location, others) or location
     return None
 
 

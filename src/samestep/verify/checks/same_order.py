@@ -1,7 +1,7 @@
 """Every epoch has the same order.
 
 What it compares: the order of the samples in consecutive epochs of training, on each rank. Data that is read in its own
-order, without shuffling, is not reported.
+order, without shuffling, is not reported, and neither is an epoch that the script leaves early and begins again.
 
 Fault: a `DistributedSampler(dataset, shuffle=True)` whose `set_epoch` is never called. It shuffles with the same seed
 in each epoch. Or `set_epoch(epoch)` at the end of an epoch, so that the second one repeats the first one.
@@ -28,6 +28,8 @@ def find(worlds: Worlds) -> Iterator[Finding]:
         for epochs in by_dataset.values():
             orders = [epoch.samples for epoch in epochs]
             if len(orders) < 2 or len(orders[0]) < 4 or _is_sorted(orders[0]) or _is_unshuffled(epochs[0].loader):
+                continue
+            if not epochs[0].ended and trace.of("set_epoch"):  # left early, and then resumed from its beginning
                 continue
             same = [_is_same(one, other) for one, other in pairwise(orders)]
             # epochs that all have the same order, or a sampler whose number was set too late: epoch 1 repeats epoch 0
@@ -65,6 +67,13 @@ def _describe(worlds: Worlds, trace: RankTrace, epochs: list[Epoch], all_same: b
             f"{text}: DistributedSampler.set_epoch() {_was_called(called, all_same)}",
             related=[sampler[0]] if sampler else [],
         )
+    drawn = trace.of("order")
+    if calls and 0 < len(drawn) < len(epochs):
+        kept = next((each for each in drawn[-1]["site"] if each.function.endswith("__init__")), None)
+        return CHECK.finding(
+            kept or first(drawn[-1]["site"]), f"{text}: the sampler draws it once, before set_epoch at {calls[0]}",
+            related=calls[:1], repair="draw the order in __iter__ of the batch sampler, in every epoch",
+        )  # fmt: skip
     if calls:
         return CHECK.finding(
             first(loader.site), f"{text}, although the script calls set_epoch at {calls[0]}", related=calls[:1],

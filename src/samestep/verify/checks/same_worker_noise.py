@@ -10,11 +10,14 @@ Fault: `np.random.seed(42)` in `worker_init_fn`: all workers, in all epochs, aug
 Repair: `np.random.seed(torch.initial_seed() % 2**32 + rank)`, since torch gives every worker another seed.
 """
 
+import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
-from samestep.findings import Finding
+from samestep.findings import Finding, Location
 from samestep.verify.check import Check, Worlds, first
 from samestep.verify.checks.same_noise import have_same_data
+from samestep.verify.source import argument, call_named, find_calls, function_at, origin
 
 _MIN_DRAWS = 8
 
@@ -42,12 +45,32 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             else:
                 continue
             yield CHECK.finding(
-                first(seeds[-1] if seeds else one.site),
+                _generator_seed(worlds, first(seeds[-1])) if seeds else first(one.site),
                 f"{who} draw the same random numbers (the first {same} draws are compared)",
                 ranks=sorted({one.rank, other.rank}),
                 related=one.site[:1],
             )
             return
+
+
+def _generator_seed(worlds: Worlds, seed: Location | None) -> Location | None:
+    """The line that seeds the workers; if they take the seed of torch, that of the generator of their loader."""
+    if seed is None or not find_calls(seed.file, ["initial_seed"], function_at(seed)):
+        return seed
+    for loader in worlds.many[0].loaders.values():
+        location = first(loader.site) if loader.workers else None
+        call = call_named(location, ["DataLoader"]) if location is not None else None
+        generator = argument(call, "generator") if call is not None else None
+        if location is None or not isinstance(generator, ast.Name):
+            continue
+        seeds = [
+            each.lineno
+            for each in find_calls(location.file, ["manual_seed"], function_at(location))
+            if generator.id in {node.id for node in ast.walk(each) if isinstance(node, ast.Name)}
+            and (location.file, each.lineno) in worlds.executed()
+        ]
+        return replace(location, line=seeds[-1]) if seeds else origin(location, generator)
+    return seed
 
 
 CHECK = Check(

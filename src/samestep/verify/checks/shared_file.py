@@ -2,9 +2,9 @@
 
 What it compares: the files that each rank writes, and whether anything orders these writes: a collective, as for ranks
 that take turns, a message, or a lock. Files that are opened to change parts of them (`r+`), databases of SQLite, which
-locks them itself, and caches are not reported. A folder that one rank removes while another one writes to it is, and so
-are a file that several ranks remove, a folder that several ranks create if one of them fails, and event files of
-TensorBoard that several ranks write to one folder.
+locks them itself, and caches are not reported. A file or a folder that one rank removes while another one uses it is,
+and so are a file that several ranks remove, a folder that several ranks create if one of them fails, and event files
+of TensorBoard that several ranks write to one folder.
 
 Fault: `torch.save(state, "checkpoints/last.pt")` on every rank. The file is usually right and sometimes corrupt.
 
@@ -89,26 +89,29 @@ def _changed_by_several(world: WorldTrace, order: FileOrder) -> Finding | None:
 
 
 def _removals(world: WorldTrace, order: FileOrder) -> Iterator[Finding]:
-    """Folders that a rank removes, while nothing keeps another rank from writing to them."""
+    """Files and folders that a rank removes, while nothing keeps another rank from reading or writing them."""
     for trace in world:
-        for removed in (event for event in trace.files if event.action == "rmtree"):
-            for other in world:
-                writes = [each for each in other.files if each.action in ("write", "rename") and other is not trace]
+        for removed in (event for event in trace.files if event.action in ("rmtree", "remove")):
+            for other in (each for each in world if each is not trace):
                 lost = [
                     each
-                    for each in writes
-                    if each.path.startswith(f"{removed.path}/")
+                    for each in other.files
+                    if each.action in ("read", "write", "rename")
+                    and (each.path == removed.path or each.path.startswith(f"{removed.path}/"))
+                    and each.path not in order.locks
                     and _are_concurrent(order, trace.rank, [removed], other.rank, [each])
                 ]
                 if lost:
+                    uses = "reads" if lost[0].action == "read" else "writes"
                     yield CHECK.finding(
                         first(removed.site),
-                        f"rank {trace.rank} removes {relative_path(removed.path)}, to which rank {other.rank} writes "
+                        f"rank {trace.rank} removes {relative_path(removed.path)}, while rank {other.rank} {uses} "
                         f"{relative_path(lost[0].path)}, and nothing orders the two",
                         ranks=sorted((trace.rank, other.rank)),
                         related=[each for each in [first(lost[0].site)] if each],
-                        consequence="files disappear, depending on which rank is faster",
-                        repair="let rank 0 remove and create the folder, and call dist.barrier() before others use it",
+                        consequence="files disappear before they are used, depending on which rank is faster",
+                        repair="call dist.barrier() before a rank removes what others have used, and before "
+                        "others use what it creates anew",
                     )
 
 

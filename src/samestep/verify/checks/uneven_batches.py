@@ -2,7 +2,7 @@
 
 What it compares: how many batches each rank trains on in an epoch, not how many its loader has: a script may stop after
 the smallest number. Of data that is sliced by hand: whether a rank is done while others train. Steps inside of
-`join()` are not reported.
+`join()` are not reported, and neither are ranks that make the same steps, because one without data runs along.
 
 Fault: an IterableDataset or a hand-made slice that gives one rank more batches than another. DDP waits in the extra
 step for a rank that never comes.
@@ -32,7 +32,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
             return
         counts = [len(epoch.batches) for epoch in epochs]
         shortest = epochs[counts.index(min(counts))]
-        is_used = worlds.many.failed or not same_on_all(epoch.trained for epoch in epochs)
+        is_used = worlds.many.failed or not same_on_all(len(trace.steps) for trace in ranks)
         if not same_on_all(counts) and shortest.is_complete and is_used:
             text = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
             loader = epochs[0].loader

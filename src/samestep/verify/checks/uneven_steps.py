@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from samestep.findings import Finding
 from samestep.verify.check import Check, Worlds, first
+from samestep.verify.control_flow import early_exit
 
 
 def find(worlds: Worlds) -> Iterator[Finding]:
@@ -21,11 +22,11 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     counts = [len(trace.steps) for trace in ranks]
     if len(set(counts)) == 1:
         return
-    most = ranks[counts.index(max(counts))]
+    most, least = ranks[counts.index(max(counts))], ranks[counts.index(min(counts))]
     text = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(counts))
-    sites = [step.site for step in most.steps]
+    location = first(most.steps[-1].site)
     yield CHECK.finding(
-        first(sites[-1]) if sites else None,
+        (early_exit(location, least.executed) if location is not None else None) or location,
         f"the ranks take different numbers of optimizer steps ({text})",
         ranks=[most.rank],
     )

@@ -47,7 +47,7 @@ def find(worlds: Worlds) -> Iterator[Finding]:
     if not ranks[0].covered and _exchanges_gradients(ranks[0], before, outside):
         return
     names = format_list([parameter_name(ranks[0], number) for number in outside], 3)
-    location, why = _early_exchange(worlds) or _cause(ranks[0], step)
+    location, why = _early_exchange(worlds) or _cause(ranks[0], step, outside)
     yield CHECK.finding(
         location,
         f"{len(outside)} of {len(ranks[0].steps[step].weights)} trained parameters differ between the ranks after "
@@ -74,7 +74,7 @@ def _uses_gradients(function: ast.AST) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in ast.walk(function))
 
 
-def _cause(trace: RankTrace, step: int) -> tuple[Location | None, str]:
+def _cause(trace: RankTrace, step: int, numbers: list[int]) -> tuple[Location | None, str]:
     """The line that leaves parameters out, and how."""
     optimizer = trace.optimizers[trace.steps[step].optimizer]
     wrapped = [event for event in trace.of("wrap") if event["state"] == "end"]
@@ -89,6 +89,8 @@ def _cause(trace: RankTrace, step: int) -> tuple[Location | None, str]:
     if trace.covered:
         return _parameters_location(optimizer["site"]), "DDP does not cover them"
     if trace.steps[step].is_sharded:
+        if not any(number in trace.names for number in numbers):
+            return _parameters_location(optimizer["site"]), "they are in no module, so that FSDP does not shard them"
         return _sharding_location(trace) or _parameters_location(optimizer["site"]), "FSDP does not shard them"
     prepared = [event["site"] for event in trace.of("accelerate") if event["name"] == "prepare" and event["site"]]
     if prepared:

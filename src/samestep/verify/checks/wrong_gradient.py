@@ -32,7 +32,7 @@ from samestep.verify.gradient_fit import (
     rounding_of,
 )
 from samestep.verify.rank_trace import RankTrace
-from samestep.verify.source import find_calls, function_at
+from samestep.verify.source import attribute_assignments, find_calls, function_at
 from samestep.verify.trace_events import OptimizerStep
 
 _TOLERANCE = 2e-3
@@ -271,11 +271,19 @@ def _fit_reference(
 
 
 def _exchange_location(trace: RankTrace, step: OptimizerStep) -> Location | None:
-    """The line that exchanges gradients by hand, or else that of the backward pass."""
+    """The line that exchanges gradients by hand, or else that of the backward pass.
+
+    If a backward pass follows the exchange, or DDP has seen none, it is the line that adds or assigns the gradients.
+    """
+    if trace.covered and not step.backwards:
+        files = {file for file, _, _ in trace.codes.values()}
+        assigned = [(file, node.lineno) for file, node in attribute_assignments(files, "grad")]
+        executed = [each for each in assigned if each in trace.executed]
+        return Location(*executed[-1]) if executed else first(step.site)
     calls = [call for call in trace.collectives if call.step == step.number and call.name in ("all_reduce", "reduce")]
     if trace.covered:  # DDP exchanges them as well
         calls = [call for call in calls if call.source and call.source[0] in trace.shapes.values() and call.source[0]]
-    if calls:
+    if calls and not (step.backwards and step.backwards[-1].position > calls[-1].position):
         return first(calls[-1].site)
     return first(step.backwards[-1].site) if step.backwards else first(step.site)
 

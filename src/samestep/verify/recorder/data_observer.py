@@ -18,6 +18,8 @@ from samestep.verify.recorder.recorder import Recorder, StopScript, wrap
 
 ITERATOR: Final = "_BaseDataLoaderIter"  # of torch.utils.data.dataloader
 ITERATOR_METHODS: Final = ("__next__", "_next_index")
+_MAX_SETTINGS: Final = 32  # attributes of a dataset
+_MAX_SETTING: Final = 80  # characters of the value of one
 _NAME: Final = "_samestep_verify"  # attribute that an observed object gets
 
 
@@ -41,6 +43,7 @@ class DataObserver:
         wrap(iterator, "_next_index", self._next_index)
         wrap(DistributedSampler, "__init__", self._create_sampler)
         wrap(DistributedSampler, "set_epoch", self._set_epoch)
+        wrap(DistributedSampler, "__iter__", self._draw_order)
 
     @property
     def current(self) -> int | None:
@@ -61,6 +64,11 @@ class DataObserver:
         if not self._recorder.is_quiet:
             self._recorder.write("set_epoch", epoch=str(args[:1] or kwargs), site=self._recorder.site())
         return original(sampler, *args, **kwargs)
+
+    def _draw_order(self, original: Any, sampler: Any) -> Any:
+        if not self._recorder.is_quiet:
+            self._recorder.write("order", site=self._recorder.site())
+        return original(sampler)
 
     def _create_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         recorder = self._recorder
@@ -107,7 +115,7 @@ class DataObserver:
         sampler = getattr(loader, "sampler", None)
         recorder.write(
             "epoch", id=number, loader=loader.__dict__[_NAME], site=recorder.site(),
-            sampler_epoch=getattr(sampler, "epoch", None),
+            sampler_epoch=getattr(sampler, "epoch", None), settings=_settings(loader.dataset),
         )  # fmt: skip
         return iterator
 
@@ -217,6 +225,14 @@ def _describe_loader(loader: Any) -> dict[str, Any]:
             "drop_last": sampler.drop_last, "site": sampler.__dict__.get(_NAME), "length": _length(sampler.dataset),
         }  # fmt: skip
     return values
+
+
+def _settings(dataset: Any) -> dict[str, str]:
+    """The numbers and texts that a dataset has as attributes, which may change from epoch to epoch."""
+    root = _root(dataset)
+    values = {**vars(type(root)), **getattr(root, "__dict__", {})}
+    simple = [(name, value) for name, value in values.items() if isinstance(value, int | float | str)]
+    return {name: str(value)[:_MAX_SETTING] for name, value in simple[:_MAX_SETTINGS] if not name.startswith("__")}
 
 
 def _length(value: Any) -> int | None:

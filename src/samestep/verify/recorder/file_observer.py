@@ -39,6 +39,7 @@ class FileObserver:
         self._delayed = set[str]()
         self._is_busy = False
         self._found = 0
+        self._missed = set[str]()  # paths at which this rank has found no file
         self._changes = 0
 
     def install(self) -> None:
@@ -75,16 +76,18 @@ class FileObserver:
         return result
 
     def _exists(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note that this rank has found a file: it may have waited for it."""
+        """Note that this rank has found a file, for which it may have waited, or that it has looked for one in vain."""
         recorder = self._recorder
         if recorder.is_quiet or not isinstance(path, str | os.PathLike):
             return original(path, *args, **kwargs)
         with recorder.quiet():
             found = original(path, *args, **kwargs)
             name = os.path.abspath(path)  # noqa: PTH100
-        if found and name.startswith(recorder.settings.mirror[0]) and self._found < _MAX_FOUND:
-            self._found += 1
-            recorder.write("exists", path=recorder.original_path(name))
+        if name.startswith(recorder.settings.mirror[0]) and (found or name not in self._missed):
+            if self._found < _MAX_FOUND:
+                self._found += 1
+                recorder.write("exists", path=recorder.original_path(name), found=found, site=recorder.site())
+            (self._missed.discard if found else self._missed.add)(name)
         return found
 
     def observe_hdf5(self, module: Any) -> None:
@@ -93,7 +96,7 @@ class FileObserver:
         def create(original: Any, file: Any, name: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             if isinstance(name, str | os.PathLike) and not self._recorder.is_quiet:
                 with self._recorder.quiet():
-                    self._write("read" if mode == "r" else "write", name, mode)
+                    self._write("read" if mode == "r" else "write", name)
             return original(file, name, mode, *args, **kwargs)
 
         wrap(module.File, "__init__", create)
@@ -135,9 +138,9 @@ class FileObserver:
             writes = any(letter in mode for letter in "wax") if mode else bool(flags & _WRITES and flags & _CHANGES)
             updates = "+" in mode if mode else bool(flags & _WRITES)
             exclusive = "x" in mode or bool(flags & os.O_EXCL)
-            self._write("write" if writes else "update" if updates else "read", args[0], mode, exclusive)
+            self._write("write" if writes else "update" if updates else "read", args[0], exclusive)
 
-    def _write(self, action: str, path: Any, mode: str = "", exclusive: bool = False) -> None:
+    def _write(self, action: str, path: Any, exclusive: bool = False) -> None:
         name = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
         if _IGNORED.search(name):
             return
@@ -149,8 +152,7 @@ class FileObserver:
         if action == "read" and (not name.startswith(recorder.settings.mirror[0] or "/") or name.endswith(".py")):
             return
         event = {
-            "action": action, "path": recorder.original_path(name), "mode": mode, "exclusive": exclusive,
-            "site": recorder.site(2),
+            "action": action, "path": recorder.original_path(name), "exclusive": exclusive, "site": recorder.site(2),
         }  # fmt: skip
         if recorder.settings.world != "one":
             if action in ("write", "rename") and recorder.rank == 0:

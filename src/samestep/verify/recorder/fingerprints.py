@@ -135,10 +135,15 @@ def is_row_sharded(tensor: Any) -> bool:
     return len(placements) == 1 and placements[0].is_shard(0) and tensor.is_contiguous()
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether a parameter belongs to FSDP2, or is a flat one of FSDP1, of which each rank has a part."""
+    return hasattr(tensor, "_local_tensor") or getattr(tensor, "_fsdp_flattened", False)
+
+
 def is_part(tensor: Any) -> bool:
     """Whether this rank has a part of a tensor, and other ranks the rest."""
-    is_sharded = any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
-    return is_sharded and tensor.device_mesh.size() > 1
+    has_shards = any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+    return has_shards and tensor.device_mesh.size() > 1
 
 
 def _offset(tensor: Any) -> int:

@@ -7,8 +7,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.data import RandomSampler
 
 from samestep.verify.recorder.file_observer import FileObserver
 from samestep.verify.recorder.recorder import Recorder, wrap
@@ -121,6 +123,15 @@ class FrameworkObserver:
 
         for name in ("gather", "gather_for_metrics", "reduce", "prepare", "backward", "clip_grad_norm_"):
             observe(name)
+        if recorder.settings.is_reference:
+            wrap(module, "prepare_data_loader", self._prepare_loader)
+
+    def _prepare_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let one process shuffle with a generator of its own, as Accelerate does for several: in the same order."""
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, RandomSampler) and sampler.generator is None and not kwargs.get("use_seedable_sampler"):
+            sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return original(loader, *args, **kwargs)
 
     def _observe_accelerate_scheduler(self, module: ModuleType) -> None:
         recorder = self._recorder
@@ -135,12 +146,12 @@ class FrameworkObserver:
     def _observe_torchmetrics(self, module: ModuleType) -> None:
         recorder = self._recorder
 
-        def compute(original: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.is_quiet:
+        def sync(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.is_quiet and kwargs.get("should_sync", True):
                 recorder.write("torchmetrics", site=recorder.site())
             return original(*args, **kwargs)
 
-        wrap(module.Metric, "sync", compute)
+        wrap(module.Metric, "sync", sync)
 
 
 class _AfterImport(MetaPathFinder):

@@ -15,6 +15,7 @@ from samestep.verify.recorder.fingerprints import (
     count_rows,
     hash_rows,
     hash_tensor,
+    is_sharded,
     is_tracing,
     leaves,
     local_part,
@@ -299,7 +300,7 @@ def _is_checkpointed() -> bool:
 
 def _is_plain(parameter: Any) -> bool:
     """Whether a parameter is neither sharded nor replaced for one call, as by torch.func.functional_call."""
-    return isinstance(parameter, nn.Parameter) and not hasattr(parameter, "_local_tensor")
+    return isinstance(parameter, nn.Parameter) and not is_sharded(parameter)
 
 
 def _count_batchnorm(module: nn.Module) -> int:

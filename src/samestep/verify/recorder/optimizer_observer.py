@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from samestep.verify.recorder.fingerprints import hash_tensor, is_row_sharded, is_zero, local_part, sketch
+from samestep.verify.recorder.fingerprints import hash_tensor, is_row_sharded, is_sharded, is_zero, local_part, sketch
 from samestep.verify.recorder.model_observer import ModelObserver
 from samestep.verify.recorder.recorder import Recorder, StopScript, wrap
 from samestep.verify.recorder.replay import Replay
@@ -113,7 +113,7 @@ class OptimizerObserver:
             return
         self._numbers[id(parameter)] = len(self._kept)
         self._kept.append(parameter)
-        if parameter.requires_grad and parameter.is_leaf and not hasattr(parameter, "_local_tensor"):
+        if parameter.requires_grad and parameter.is_leaf and not is_sharded(parameter):
             number = self._numbers[id(parameter)]
             parameter.register_hook(partial(self._collect, number, parameter))
 
@@ -136,7 +136,7 @@ class OptimizerObserver:
         self._exchanged = {
             self._number(each): (each, each.grad.detach().clone())
             for each in self._kept
-            if each.grad is not None and (id(each) in covered or hasattr(each, "_local_tensor"))
+            if each.grad is not None and (id(each) in covered or is_sharded(each))
         }
 
     def _changed(self, applied: dict[int, list[float]]) -> dict[str, list[float]]:
@@ -202,7 +202,7 @@ class OptimizerObserver:
                 "norms": {str(number): value for number, value in self._norms.items() if number in applied},
                 "exchanged": self._changed(applied),
                 "weights": _hash_all(parameters),
-                "sharded": [self._number(each) for each in parameters if hasattr(each, "_local_tensor")],
+                "sharded": [self._number(each) for each in parameters if is_sharded(each)],
                 "clipped": bool(self._before_clip),
                 "buffers": self._models.buffers(),
             }
