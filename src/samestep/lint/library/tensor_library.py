@@ -57,6 +57,8 @@ def _selected(call: Call, tensors: list[Value]) -> Location | None:
     """Where the rows of a result were chosen by a condition on samples, if they were."""
     if call.last in _SELECTING and any(each.differs for each in call.arguments[:2]):
         return call.location
+    if call.last == "bincount" and call.get("minlength", 2) is None and call.taints:
+        return call.location
     if call.last not in _LISTING:
         return None
     return next((each.selected for each in tensors if isinstance(each, TensorValue) and each.selected), None)
