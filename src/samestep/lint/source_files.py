@@ -206,6 +206,7 @@ def _walk(folder: Path, is_excluded: Callable[[Path], bool]) -> Iterator[Path]:
     try:
         entries = sorted(folder.iterdir())
     except OSError:
+        yield folder  # `read_file` says why it cannot be read
         return
     for entry in entries:
         if entry.name in _SKIPPED or is_excluded(entry):

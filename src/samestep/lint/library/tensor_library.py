@@ -186,7 +186,7 @@ def _scale(call: Call, owner: Value) -> Value:
 
 @known_method(
     "tensor", "add_", "mul_", "div_", "copy_", "lerp_", "sub_", "addcmul_", "addcdiv_", "true_divide_", "index_add_",
-    "scatter_add_", "scatter_", "index_copy_",
+    "scatter_add_", "scatter_", "index_copy_", "clamp_", "clamp_min_", "clamp_max_",
 )  # fmt: skip
 def _in_place(call: Call, owner: Value) -> Value:
     owner.taints = merge_taints([owner, *call.inputs])

@@ -72,7 +72,6 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 related=[event.location],
             )
 
-
     for event in analysis.of("load_state"):
         taint = evaluation_taint(choice_taints(event.call.arguments[0]), loops) if event.call.arguments else None
         if taint is not None:
@@ -81,7 +80,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 "each rank loads the weights that were the best on its own samples",
                 evidence=[f"{taint.text} ({taint.location})", "a comparison of them chooses these weights"],
                 related=[taint.location],
-                consequence="the ranks go on with different weights, and rank 0 saves the best ones for a part of the data",
+                consequence="the ranks go on with different weights",
             )
 
 

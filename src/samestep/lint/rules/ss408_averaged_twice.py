@@ -1,7 +1,7 @@
 """A number is divided by the number of ranks twice.
 
-A function that returns the mean over the ranks has divided the sum already. If its caller divides again, the number that
-is reported is too small by the number of ranks.
+A function that returns the mean over the ranks has divided the sum already. If its caller divides again, the number
+that is reported is too small by the number of ranks.
 
 Bad:
 
