@@ -74,6 +74,15 @@ labels = torch.cat([x.argmax(1) for (x,) in loader])
 counts = torch.bincount(labels, minlength=8)
 dist.all_reduce(counts)
 """,
+    "mean_that_is_averaged_again": """
+def reduce_mean(value):
+    value = value.clone().detach()
+    dist.all_reduce(value)
+    value /= dist.get_world_size()
+    return value
+print(reduce_mean(reduce_mean(torch.zeros(1))).item())
+print(reduce_mean(torch.zeros(1)) / world)  # SS408
+""",
     "mean_that_is_divided_by_samples": """
 total = torch.zeros(1)
 dist.all_reduce(total)

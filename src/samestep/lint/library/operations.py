@@ -116,7 +116,7 @@ def combine(run: Interpreter, node: ast.AST, left: Value, right: Value, operator
             run.emit("in_place", node, owner=one, name=_IN_PLACE.get(type(operator), ""), value=right)
         if isinstance(operator, ast.Sub) and left.depends_on_rank and _is_mean_of(left, right):
             run.emit("own_mean", node, source=left, mean=right)
-        before = _divided_by_ranks(left) if isinstance(operator, ast.Div) and _is_number_of_ranks(right) else None
+        before = _divided_by_ranks(run, left) if isinstance(operator, ast.Div) and _is_number_of_ranks(right) else None
         if before is not None:
             run.emit("averaged_again", node, before=before)
         return _combine_tensors(location, left, right, operator)
@@ -138,10 +138,12 @@ def _is_number_of_ranks(value: Value) -> bool:
     return value.is_world and not isinstance(value, TensorValue) and value.name != ARITHMETIC
 
 
-def _divided_by_ranks(value: Value) -> TensorValue | None:
-    """The division by the number of ranks that made a mean over the ranks; None if it is not one."""
+def _divided_by_ranks(run: Interpreter, value: Value) -> TensorValue | None:
+    """The division by the number of ranks that made a mean over the ranks; None if none did, or it was summed since."""
+    exchanges = (event.tensors for event in run.events if event.kind == "collective")
+    summed = {id(each) for tensors in exchanges for tensor in tensors for each in options_of(tensor)}
     for each in computed_from(value, _MAX_DIVIDED):
-        if isinstance(each, TensorValue) and each.operation not in ("", "/"):
+        if id(each) in summed or (isinstance(each, TensorValue) and each.operation not in ("", "/")):
             return None
         if isinstance(each, TensorValue) and each.operation and _is_number_of_ranks(each.parts[1]):
             return each if each.is_reduced else None
