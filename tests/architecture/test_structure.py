@@ -27,6 +27,7 @@ TOOLS = {
         "samestep.hang",
         "samestep.launch.hang_exchange",
         "samestep.launch.hang_monitor",
+        "samestep.launch.straggler_watch",
         "samestep.launch.wait_timer",
         "samestep.cli.hang_command",
     ),
@@ -34,9 +35,9 @@ TOOLS = {
 }
 MAX_TOOL_LINES = {
     "verify": 11_600,
-    "lint": 18_000,
-    "hang": 4_400,
-    "report": 2_600,
+    "lint": 18_320,
+    "hang": 4_650,
+    "report": 2_620,
 }  # with the pages of checks and rules
 MAX_FILE_LINES, MIN_FILE_LINES = 600, 50
 MAX_CLASS_LINES = 300

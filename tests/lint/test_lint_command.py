@@ -304,6 +304,21 @@ def test_cells_of_other_languages_are_left_out(capsys):
     assert run(capsys)[0] == 1
 
 
+def test_a_folder_that_cannot_be_read_is_named(capsys, monkeypatch):
+    Path("locked").mkdir()
+    contents = Path.iterdir
+
+    def iterdir(folder: Path):
+        if folder.name == "locked":
+            raise PermissionError(13, "Permission denied")
+        return contents(folder)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    status, out, err = run(capsys)
+    assert status == 2
+    assert "locked: could not be read" in out + err
+
+
 def test_a_file_may_declare_its_encoding(capsys):
     Path("train.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\n" + RANK_0.encode())
     code, out, _ = run(capsys)

@@ -34,6 +34,66 @@ net = nn.Linear(8, 1)
 ema = average(net) if rank == 0 else None
 wrapped = DDP(net)
 """,
+    "learning_rate_in_a_loop_over_own_samples": """
+for step, x in enumerate(torch.zeros(64, 8)[rank::world]):
+    optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+""",
+    "first_of_the_gpus_that_a_rank_sees": """
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
+device = torch.device("cuda:0")
+net = nn.Linear(8, 1).to(device)
+""",
+    "number_of_the_host_as_rank_of_a_sampler": """
+import socket
+number = int(socket.gethostname().split("-")[1])
+other = DistributedSampler(data, world, number)  # SS104
+""",
+    "own_name_of_what_a_rank_has_sent": """
+import random
+numbers = list(range(64))
+random.shuffle(numbers)
+message = [numbers]
+dist.broadcast_object_list(message, src=0)
+mine = message[0][rank::world]
+""",
+    "handles_that_are_all_waited_for": """
+works = []
+for p in model.parameters():
+    work = dist.all_reduce(p.data, async_op=True)
+    works.append(work)
+for work in works:
+    work.wait()
+""",
+    "handle_that_the_next_iteration_overwrites": """
+for p in model.parameters():
+    work = dist.all_reduce(p.data, async_op=True)  # SS311
+work.wait()
+""",
+    "counts_with_a_fixed_length": """
+labels = torch.cat([x.argmax(1) for (x,) in loader])
+counts = torch.bincount(labels, minlength=8)
+dist.all_reduce(counts)
+""",
+    "mean_that_is_averaged_again": """
+def reduce_mean(value):
+    value = value.clone().detach()
+    dist.all_reduce(value)
+    value /= dist.get_world_size()
+    return value
+print(reduce_mean(reduce_mean(torch.zeros(1))).item())
+print(reduce_mean(torch.zeros(1)) / world)  # SS408
+""",
+    "mean_that_is_divided_by_samples": """
+total = torch.zeros(1)
+dist.all_reduce(total)
+mean = total / world
+print((mean / len(data)).item())
+""",
+    "prefix_that_the_script_removes": """
+torch.save(model.state_dict(), f"own-{rank}.pt")
+state = torch.load(f"own-{rank}.pt", map_location="cpu")
+nn.Linear(8, 1).load_state_dict({name.replace("module.", ""): value for name, value in state.items()})
+""",
     "parameters_frozen_on_one_rank": """
 net = nn.Linear(8, 1)
 if rank == 0:

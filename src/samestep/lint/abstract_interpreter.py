@@ -32,6 +32,9 @@ from samestep.lint.values import (
 
 MAX_STEPS: Final = 60_000
 """Expressions and statements of one script; the rest is not followed, so that no file takes long."""
+_EMPTY_EVENTS: Final[dict[str, dict[str, None]]] = {
+    kind: dict.fromkeys(("call", *fields)) for kind, fields in EVENT_FIELDS.items()
+}
 _MAX_NESTING: Final = 150  # of expressions, through calls
 Leaves = Literal["", "loop", "function", "program"]
 
@@ -175,11 +178,10 @@ class Interpreter:
 
     def emit(self, kind: str, node: ast.AST, **data: Any) -> Event:
         """Record that the script does something here."""
-        fields = EVENT_FIELDS[kind]
-        unknown = data.keys() - {*fields, "call"}
-        if unknown:
-            raise TypeError(f"a {kind!r} event has the fields {fields}, got {sorted(unknown)}")
-        filled: dict[str, Any] = {"call": None, **dict.fromkeys(fields), **data}
+        empty = _EMPTY_EVENTS[kind]
+        filled: dict[str, Any] = {**empty, **data}
+        if len(filled) > len(empty):
+            raise TypeError(f"a {kind!r} event has the fields {sorted(empty)}, got {sorted(data)}")
         event = Event(
             kind, self.locate(node), node, self.guards, self.loops, self.calls, self.no_grad == 0, self.contexts,
             len(self.events), filled,

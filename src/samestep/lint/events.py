@@ -62,6 +62,7 @@ EVENT_FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "backward": ("loss", "via", "service"),  # via: "tensor", "accelerator", "fabric" or "" (manual_backward)
     "clip": ("parameters",),
     "in_place": ("owner", "name", "value"),  # value: of an operator such as `/=`
+    "averaged_again": ("before",),  # a mean over the ranks is divided by their number
     "parameters": ("owner",),  # model.parameters() and others
     "optimizer": ("optimizer",),
     "optimizer_step": ("optimizer",),

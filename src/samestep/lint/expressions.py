@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -169,7 +170,8 @@ def _class_attribute(run: Interpreter, owner: InstanceValue, name: str, node: as
     found = owner.class_value.attribute(name) if owner.class_value is not None else None
     if not isinstance(found, FunctionValue):
         return found
-    bound = replace(found, owner=owner, location=run.locate(node))
+    bound = copy.copy(found)
+    bound.owner, bound.location = owner, run.locate(node)
     is_property = any(last_name(each) in ("property", "cached_property") for each in decorators(found.node))
     return call_function(run, bound, [], {}, node) if is_property else bound
 

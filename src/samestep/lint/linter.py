@@ -24,7 +24,7 @@ _FRAMEWORKS: Final = frozenset(
     {"accelerate", "lightning", "pytorch_lightning", "torch", "torchmetrics", "transformers"}
 )
 _MAX_NAMESPACES: Final = 2  # folders without an __init__.py between a script and a file that it imports
-_GC_THRESHOLDS: Final = (200_000, 50, 1_000)
+_MAX_GARBAGE: Final = 500_000  # objects, about 100 MB
 _RECURSION_LIMIT: Final = 6_000  # nested expressions in nested calls; Python 3.11 needs no C stack for them
 
 
@@ -70,12 +70,16 @@ class _Project:
 
     def lint_file(self, file: SourceFile) -> _FileResult:
         """The findings of one script; an exception of lint becomes a problem of this file."""
+        result = self._lint_file(file)
+        _drop_garbage()
+        return result
+
+    def _lint_file(self, file: SourceFile) -> _FileResult:
         try:
-            with _large_heap():
-                run = follow(file, self.importable(file))
-                analysis = Analysis(file, [state.file for state in run.modules.values()], run.events)
-                rules = self.rules if analysis.is_distributed else ()
-                findings = tuple(finding for rule in rules for finding in rule.find(analysis))
+            run = follow(file, self.importable(file))
+            analysis = Analysis(file, [state.file for state in run.modules.values()], run.events)
+            rules = self.rules if analysis.is_distributed else ()
+            findings = tuple(finding for rule in rules for finding in rule.find(analysis))
         except Exception as error:  # noqa: BLE001  a fault of lint in one file must not hide the findings of others
             return _FileResult(problem=file.problem or _describe(error))
         used = tuple(str(each.path) for each in analysis.files)
@@ -101,7 +105,9 @@ class _Project:
             if package in _FRAMEWORKS and script.name.partition(".")[0] != package:
                 continue  # what the framework does is known; its sources would take most of the steps of the script
             near = [each for each in files if "." in name or each.is_package or each.root in folders]
-            if near:
+            if len(near) == 1:
+                found[name] = near[0]
+            elif near:
                 found[name] = max(
                     near, key=lambda each: (each.root in folders, len(folders.intersection(each.folders)))
                 )
@@ -111,6 +117,31 @@ class _Project:
         }
 
 
+@contextmanager
+def _large_heap() -> Generator[None]:
+    """Allow deep recursion, and collect garbage after scripts only: Python would visit all syntax trees each time."""
+    limit, was_enabled, was_frozen = sys.getrecursionlimit(), gc.isenabled(), gc.get_freeze_count() > 0
+    sys.setrecursionlimit(max(limit, _RECURSION_LIMIT))
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+        if not was_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _drop_garbage() -> None:
+    """Free what following scripts left behind; what stays, such as syntax trees, is not visited again."""
+    if gc.get_count()[0] > _MAX_GARBAGE:
+        gc.collect()
+        gc.freeze()
+
+
+@_large_heap()
 def lint(
     paths: Iterable[Path],
     rules: Sequence[Rule] = RULES,
@@ -234,19 +265,6 @@ def _lint_all(project: _Project, scripts: Sequence[SourceFile], workers: int | N
         # files of one folder import the same modules, so a process gets a chunk of them
         chunk = max(1, min(16, len(scripts) // (4 * count)))
         yield from pool.map(_lint_shared, [str(file.path) for file in scripts], chunksize=chunk)
-
-
-@contextmanager
-def _large_heap() -> Generator[None]:
-    """Allow deep recursion, and look for garbage rarely: syntax trees are many objects and no garbage."""
-    limit, thresholds = sys.getrecursionlimit(), gc.get_threshold()
-    sys.setrecursionlimit(max(limit, _RECURSION_LIMIT))
-    gc.set_threshold(*_GC_THRESHOLDS)
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(limit)
-        gc.set_threshold(*thresholds)
 
 
 def _describe(error: Exception) -> str:

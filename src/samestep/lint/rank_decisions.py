@@ -330,7 +330,10 @@ def learning_rate_decisions(analysis: Analysis) -> Iterator[tuple[Location, str,
     for event in analysis.of("assign_item"):
         if event.key is None or event.key.constant != "lr" or _is_copied(event):
             continue
-        guards = [taint for guard in event.guards if guard.differs for taint in guard.taints]
+        conditions = [
+            guard for guard in event.guards if guard.kind != "loop"
+        ]  # a loop over own samples decides nothing
+        guards = [taint for guard in conditions for taint in guard.taints]
         taints = (*event.value.taints, *guards) if event.value is not None else tuple(guards)
         if any(taint.kind == "data" or taint.text.endswith(IS_PART) for taint in taints):
             yield call_that_passes(analysis, event), "the learning rate", taints

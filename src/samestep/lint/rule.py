@@ -158,8 +158,17 @@ def call_in_guard(event: Event, guard: Guard) -> Location:
             and location.function == guard.location.function
             and location.line >= guard.location.line
         ):
-            return location
+            return event.location if _forwards(guard, location.line) else location
     return event.location
+
+
+def _forwards(guard: Guard, line: int) -> bool:
+    """Whether a decorator has the condition: the line in it calls any function with all arguments."""
+    calls = [each for each in ast.walk(guard.node or ast.Pass()) if isinstance(each, ast.Call) and each.lineno == line]
+    return any(
+        any(isinstance(each, ast.Starred) for each in call.args) and any(each.arg is None for each in call.keywords)
+        for call in calls
+    )
 
 
 def is_wrapped(value: Value | None) -> bool:

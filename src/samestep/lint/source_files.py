@@ -71,6 +71,8 @@ class SourceFile:
 
     locations: dict[ast.AST, Location] = field(default_factory=dict[ast.AST, Location])
     """Lines and columns of its nodes, as far as they were needed."""
+    changed_names: dict[ast.AST, set[str]] = field(default_factory=dict[ast.AST, set[str]])
+    """Names that the bodies of its loops change, as far as they were needed."""
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -204,6 +206,7 @@ def _walk(folder: Path, is_excluded: Callable[[Path], bool]) -> Iterator[Path]:
     try:
         entries = sorted(folder.iterdir())
     except OSError:
+        yield folder  # `read_file` says why it cannot be read
         return
     for entry in entries:
         if entry.name in _SKIPPED or is_excluded(entry):

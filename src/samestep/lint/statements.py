@@ -142,7 +142,7 @@ def _join(first: dict[str, Value], second: dict[str, Value], test: Value) -> dic
 
 def _sent(value: Value, received: Value) -> Value | None:
     """`if rank != 0: stop = objects[0]` after a broadcast of `[stop]`: all ranks have the same one."""
-    known = [id(each) for each in options_of(received)]
+    known = [id(item) for each in options_of(received) for item in (each, each.sent)]
     is_inside = value.differs and not received.differs and all(id(each) in known for each in options_of(value))
     return received if is_inside else None
 
@@ -245,8 +245,11 @@ def _loop(
 
 def _forget_changed(run: Interpreter, node: ast.For | ast.AsyncFor | ast.While) -> None:
     """Numbers that the body of a loop changes are not those from before the loop in later iterations."""
-    names = run.frame.scope.names
-    changed = {target.id for each in ast.walk(node) if (target := _changed_name(each)) is not None}
+    names, known = run.frame.scope.names, run.frame.module.file.changed_names
+    changed = known.get(node)
+    if changed is None:
+        changed = {target.id for each in ast.walk(node) if (target := _changed_name(each)) is not None}
+        known[node] = changed
     for name in changed & names.keys():
         names[name] = without_number(names[name])
 

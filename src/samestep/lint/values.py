@@ -1,6 +1,7 @@
 """What lint knows of a value: what it is, where it comes from, and whether it differs between ranks."""
 
 import ast
+import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -73,6 +74,8 @@ class Value:
     """Of a number that derives from `len(dataset)`."""
     size_of: "Value | None" = None
     """Of `x.shape` and its numbers: the tensor."""
+    sent: "Value | None" = None
+    """Of an object that a rank has received: the one that it has sent itself."""
 
     @property
     def truth(self) -> bool | None:
@@ -204,7 +207,11 @@ class ClassValue(Value):
     def method(self, name: str, owner: "InstanceValue | None" = None) -> FunctionValue | None:
         """A method, bound to an object if there is one."""
         found = self.attribute(name)
-        return replace(found, owner=owner) if isinstance(found, FunctionValue) else None
+        if not isinstance(found, FunctionValue):
+            return None
+        bound = copy.copy(found)
+        bound.owner = owner
+        return bound
 
 
 @dataclass(eq=False)

@@ -1,5 +1,6 @@
 """torch.distributed: collectives, the rank, the number of ranks, process groups, and torch.multiprocessing.spawn."""
 
+import copy
 from typing import Final
 
 from samestep.lint.events import source_text
@@ -88,6 +89,9 @@ def _collective(call: Call) -> Value:
         "collective", name=call.last, tensors=tensors, arguments=call.arguments, keywords=call.keywords,
         taints=merge_taints(tensors),
     )  # fmt: skip
+    if call.last == "broadcast_object_list":
+        for each in outputs:
+            _receive(each)
     if call.last in _EQUALIZING:
         for value in outputs:
             equalize(value)
@@ -95,6 +99,16 @@ def _collective(call: Call) -> Value:
         for value in outputs:
             _taint(value, Taint("data", call.location, REDUCE_TEXT))
     return Value(call.location, name=call.last)
+
+
+def _receive(objects: Value) -> None:
+    """The items of a list become other objects, so that a name of what a rank has sent keeps the rank's own one."""
+    for option in options_of(objects):
+        if isinstance(option, ContainerValue):
+            for key, item in option.items.items():
+                received = copy.copy(item)
+                received.sent, received.name = item, ""
+                option.items[key] = received
 
 
 def equalize(value: Value) -> None:

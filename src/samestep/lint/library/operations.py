@@ -29,6 +29,7 @@ from samestep.lint.values import (
     Value,
     any_world,
     choose,
+    computed_from,
     merge_taints,
     options_of,
     part_of,
@@ -57,6 +58,7 @@ _KINDS: Final = frozenset({
 })  # fmt: skip
 """Attributes of tensors that say what kind of tensor it is: the same on all ranks, whatever the numbers are."""
 _MAX_SINGLE_ITEMS: Final = 4
+_MAX_DIVIDED: Final = 30  # values that a dividend is computed from
 _SINGLE: Final = (TensorValue, SamplerValue, LoaderValue, ModelValue, InstanceValue, OptimizerValue)
 _SET_OPERATORS: Final = (ast.BitOr, ast.BitAnd, ast.BitXor, ast.Sub)
 _IN_PLACE: Final[dict[type[ast.operator], str]] = {
@@ -114,6 +116,9 @@ def combine(run: Interpreter, node: ast.AST, left: Value, right: Value, operator
             run.emit("in_place", node, owner=one, name=_IN_PLACE.get(type(operator), ""), value=right)
         if isinstance(operator, ast.Sub) and left.depends_on_rank and _is_mean_of(left, right):
             run.emit("own_mean", node, source=left, mean=right)
+        before = _divided_by_ranks(run, left) if isinstance(operator, ast.Div) and _is_number_of_ranks(right) else None
+        if before is not None:
+            run.emit("averaged_again", node, before=before)
         return _combine_tensors(location, left, right, operator)
     constant = _compute(operator, left.constant, right.constant) if left.is_known and right.is_known else UNSET
     return Value(
@@ -126,6 +131,23 @@ def combine(run: Interpreter, node: ast.AST, left: Value, right: Value, operator
 def _is_mean_of(value: Value, mean: Value) -> bool:
     """Whether it is the mean of the rows of another tensor."""
     return isinstance(mean, TensorValue) and mean.name == "Tensor.mean(0)" and any(p is value for p in mean.parts)
+
+
+def _is_number_of_ranks(value: Value) -> bool:
+    """Whether it is the number itself, not one that is computed from it."""
+    return value.is_world and not isinstance(value, TensorValue) and value.name != ARITHMETIC
+
+
+def _divided_by_ranks(run: Interpreter, value: Value) -> TensorValue | None:
+    """The division by the number of ranks that made a mean over the ranks; None if none did, or it was summed since."""
+    exchanges = (event.tensors for event in run.events if event.kind == "collective")
+    summed = {id(each) for tensors in exchanges for tensor in tensors for each in options_of(tensor)}
+    for each in computed_from(value, _MAX_DIVIDED):
+        if id(each) in summed or (isinstance(each, TensorValue) and each.operation not in ("", "/")):
+            return None
+        if isinstance(each, TensorValue) and each.operation and _is_number_of_ranks(each.parts[1]):
+            return each if each.is_reduced else None
+    return None
 
 
 def _sample_count(left: Value, right: Value, operator: ast.operator) -> SampleCount | None:

@@ -57,6 +57,8 @@ def _selected(call: Call, tensors: list[Value]) -> Location | None:
     """Where the rows of a result were chosen by a condition on samples, if they were."""
     if call.last in _SELECTING and any(each.differs for each in call.arguments[:2]):
         return call.location
+    if call.last == "bincount" and call.get("minlength", 2) is None and call.taints:
+        return call.location
     if call.last not in _LISTING:
         return None
     return next((each.selected for each in tensors if isinstance(each, TensorValue) and each.selected), None)
@@ -184,7 +186,7 @@ def _scale(call: Call, owner: Value) -> Value:
 
 @known_method(
     "tensor", "add_", "mul_", "div_", "copy_", "lerp_", "sub_", "addcmul_", "addcdiv_", "true_divide_", "index_add_",
-    "scatter_add_", "scatter_", "index_copy_",
+    "scatter_add_", "scatter_", "index_copy_", "clamp_", "clamp_min_", "clamp_max_",
 )  # fmt: skip
 def _in_place(call: Call, owner: Value) -> Value:
     owner.taints = merge_taints([owner, *call.inputs])

@@ -87,6 +87,13 @@ def _of_numbers(
             evidence=_why(rank),
             repair="use the rank among all ranks, `dist.get_rank()`; a DistributedSampler knows it by itself",
         )
+    elif event.kind == "sampler" and rank is not None and rank.differs and not rank.depends_on_rank:
+        yield RULE.finding(
+            event.location,
+            "the sampler gets a number that is not the rank, so ranks may have the same one",
+            evidence=_why(rank),
+            repair="use the rank among all ranks, `dist.get_rank()`; a DistributedSampler knows it by itself",
+        )
     elif world is not None and _is_constant(world) and world.constant > 1 and not _is_launched(analysis, world):
         yield RULE.finding(
             event.location,

@@ -74,12 +74,12 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for numbers that come from an order which differs between ranks."""
     for event in analysis.of("by_position"):
         if event.rank_guard is None:
-            yield from _finding(event.container, event.location, event.location)
+            yield from _finding(analysis, event.container, event.location, event.location)
     for event in analysis.of("assign_item"):
         container = next((found for loop in event.loops if (found := unordered_source(loop.iterable))), None)
         if container is not None and event.rank_guard is None and _is_number(event):
             loop = next(each for each in event.loops if unordered_source(each.iterable) is container)
-            yield from _finding(container, loop.location, event.location)
+            yield from _finding(analysis, container, loop.location, event.location)
     yield from _of_own_part(analysis)
     for event in analysis.of("own_mean"):
         if event.rank_guard is None and not any(taint.kind == "data" for taint in event.source.taints):
@@ -127,9 +127,11 @@ def _is_size_so_far(node: ast.AST) -> bool:
             return False
 
 
-def _finding(container: ContainerValue, read: Location, used: Location) -> Iterator[Finding]:
+def _finding(analysis: Analysis, container: ContainerValue, read: Location, used: Location) -> Iterator[Finding]:
     location = container.order_from or read
-    is_folder = any(word in container.name for word in ("dir", "glob"))
+    file = analysis.file_of(location)
+    text = f"{container.name} {file.lines[location.line - 1] if file is not None else ''}"
+    is_folder = any(word in text for word in ("listdir", "scandir", "iterdir", "glob"))
     reason = "the order of files in a folder" if is_folder else "this order"
     yield RULE.finding(
         location,

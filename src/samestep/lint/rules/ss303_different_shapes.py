@@ -102,7 +102,7 @@ def _of_selected_rows(analysis: Analysis) -> Iterator[Finding]:
             yield RULE.finding(
                 event.location,
                 f"`{event.name}` gets a tensor whose length differs between ranks",
-                evidence=[f"its rows are those of this rank's samples that satisfy a condition ({selected})"],
+                evidence=[f"its length depends on the values of this rank's samples ({selected})"],
                 related=[selected],
             )
 

@@ -1,7 +1,8 @@
 """The best checkpoint is chosen by the metric of one rank.
 
 If a condition on the validation loss of a rank's own samples decides whether a checkpoint is written, the checkpoint
-that is kept is the best one for a part of the data, and the ranks disagree about it.
+that is kept is the best one for a part of the data, and the ranks disagree about it. The same is true of weights that
+are kept in memory and loaded at the end: every rank goes on with others.
 
 Bad:
 
@@ -51,6 +52,7 @@ from samestep.findings import Finding, Location
 from samestep.lint.events import Event, Guard
 from samestep.lint.rank_decisions import evaluation_taint, sharded_evaluation
 from samestep.lint.rule import Analysis, Rule, explain
+from samestep.lint.values import choice_taints
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -68,6 +70,17 @@ def find(analysis: Analysis) -> Iterator[Finding]:
                 "a rank's own metric decides whether this checkpoint is the best",
                 evidence=[*explain(guard), f"it is written here ({event.location})"],
                 related=[event.location],
+            )
+
+    for event in analysis.of("load_state"):
+        taint = evaluation_taint(choice_taints(event.call.arguments[0]), loops) if event.call.arguments else None
+        if taint is not None:
+            yield RULE.finding(
+                event.location,
+                "each rank loads the weights that were the best on its own samples",
+                evidence=[f"{taint.text} ({taint.location})", "a comparison of them chooses these weights"],
+                related=[taint.location],
+                consequence="the ranks go on with different weights",
             )
 
 

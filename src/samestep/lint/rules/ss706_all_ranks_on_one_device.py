@@ -50,14 +50,15 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     for event in current:
         if isinstance(event.value.constant, int) and event.rank_guard is None and "uncalled" not in event.contexts:
             yield _finding(event, f"every rank uses GPU {event.value.constant}")
-    chooses = bool(current) or _is_hidden(analysis) or _binds_group(analysis)
+    is_hidden = _is_hidden(analysis)
+    chooses = bool(current) or is_hidden or _binds_group(analysis)
     for event in analysis.of("device", "to_device"):
         if "uncalled" in event.contexts or event.rank_guard is not None or not _is_of_model(event):
             continue
         names = _devices(event)
         if event.kind == "device" and _is_chosen_again(analysis, event):
             continue
-        if "cuda:0" in names or ("cuda" in names and not chooses):
+        if ("cuda:0" in names and not is_hidden) or ("cuda" in names and not chooses):
             yield _finding(event, "every rank uses the first GPU")
             return
 
