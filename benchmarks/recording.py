@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from samestep.distributed.step_times import StepTimes
-from samestep.loggers.event_log import EventLog
+from samestep.loggers.run_files import EventLog
 from samestep.report import read_run, write_report
-from samestep.training.rank_usage import Usage, pack_usage, usage_record
+from samestep.training.rank_times import Usage, pack_usage, usage_record
 
 STEP_SECONDS = 10e-3
 STEPS_PER_SYNC = 100

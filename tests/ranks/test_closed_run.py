@@ -12,7 +12,7 @@ from samestep import Run
 from samestep.checkpoint.checkpoint import Checkpoint
 from samestep.errors import CommunicationError, SamestepError
 from samestep.teacher.teacher import Teacher
-from samestep.training.early_stopping import EarlyStopping
+from samestep.training.evaluation import EarlyStopping
 from samestep.training.shard import Shard
 from samestep.training.step import Step
 from samestep.training.stream import Stream

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from samestep.cli.main import main
-from samestep.loggers.event_log import read_records
+from samestep.loggers.run_files import read_records
 from tests.launch.launched import start, wait_for
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,7 @@
 import json
 import threading
 
-from samestep.loggers.event_log import EVENTS_FILE, LONGEST_TEXT, TIMES_FILE, EventLog, end_of_text, read_records
+from samestep.loggers.run_files import EVENTS_FILE, LONGEST_TEXT, TIMES_FILE, EventLog, end_of_text, read_records
 
 
 def test_records_wait_for_the_folder_and_then_are_written_at_once(tmp_path):

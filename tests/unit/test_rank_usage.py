@@ -11,7 +11,7 @@ import torch
 from samestep.distributed.step_times import PHASES, StepInterval
 from samestep.environment import gpus
 from samestep.environment.gpus import GpuUtilization
-from samestep.training.rank_usage import RankUsage, Usage, pack_usage, spent, usage_record
+from samestep.training.rank_times import RankUsage, Usage, pack_usage, spent, usage_record
 
 USAGE = RankUsage(2.0**30, 1.5, math.nan)
 

@@ -7,7 +7,7 @@ import pytest
 
 from samestep.distributed.step_times import COMPUTING, PHASES, StepInterval
 from samestep.training import stragglers
-from samestep.training.stragglers import RankTimes, caused_waits, pack_interval, straggler_message, wait_metrics
+from samestep.training.rank_times import RankTimes, caused_waits, pack_interval, straggler_message, wait_metrics
 
 STEPS, STEP = 50, 0.06
 NO_PHASES = dict.fromkeys(PHASES, 0.0)

@@ -220,7 +220,7 @@ class Checkpoint(StepCallback):
         context.replicas.check(f"before the checkpoint of step {number}", context.progress.steps_of_process)
         # they differ between ranks, and only one rank's are saved
         for module in {
-            id(each): each for each in (*(model.inner for model in context.models), *self.parts.modules)
+            id(each): each for each in (*(model.inner for model in context.models), *self.parts.models.values())
         }.values():
             average_running_stats(comm, module)
         for prepare in context.before_save:

@@ -76,7 +76,7 @@ class Parts:
                 )
         self._parts = {name: unwrap(part) if isinstance(part, nn.Module) else part for name, part in given.items()}
         self.models = {name: part for name, part in self._parts.items() if isinstance(part, nn.Module)}
-        """The models among them, as your modules."""
+        """The models among them, as your modules: those that train, and others, such as the average of one."""
         self.frozen = {name: FrozenTensors(name, model) for name, model in self.models.items() if trainable_only}
         """By model, the tensors that are left out."""
         self._left_out: list[tuple[FrozenTensor, torch.Tensor]] = []  # by the checkpoint that is being loaded
@@ -85,11 +85,6 @@ class Parts:
     def kinds(self) -> dict[str, str]:
         """Whether each part is a model, an optimizer or other state."""
         return {name: _kind(part) for name, part in self._parts.items()}
-
-    @property
-    def modules(self) -> Iterable[nn.Module]:
-        """The parts that are modules: models that train, and others, such as the average of one."""
-        return self._models.values()
 
     def may_contain(self, data: object) -> bool:
         """Whether the position in a shard or stream is saved: as a part, or possibly within an object of the user."""

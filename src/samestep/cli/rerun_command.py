@@ -175,7 +175,7 @@ def _report_versions(then: Mapping[str, str]) -> None:
 
 def _report_code(folder: Path) -> None:
     """Compare the code version with the one that the run has recorded, and say if the run began from a checkpoint."""
-    from samestep.loggers.event_log import EVENTS_FILE, read_records
+    from samestep.loggers.run_files import EVENTS_FILE, read_records
     from samestep.training.run_description import read_code_version
 
     events = [each for each in read_records(folder / EVENTS_FILE) if each.get("event") in ("start", "restored", "code")]

@@ -1,6 +1,6 @@
 """Name a rank that makes the others wait in a healthy run, by what the ranks do when the launcher looks.
 
-A `Run` measures how long its ranks wait (samestep.training.stragglers). Other scripts measure nothing, but the launcher
+A `Run` measures how long its ranks wait (samestep.training.rank_times). Other scripts measure nothing, but the launcher
 asks their ranks once per second whether they are in a collective. A rank that rarely is while the others are is the one
 that they wait for.
 """

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from samestep.environment.world import read_world
 from samestep.lightning.same_step import find_same_step
 from samestep.lightning.trainer_ranks import epoch_values, gather, once
-from samestep.loggers.event_log import EventLog
 from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE, TEXT_FILE, write_summary
-from samestep.loggers.run_files import JsonlLogger, TextLog
+from samestep.loggers.run_files import EventLog, JsonlLogger, TextLog
 from samestep.training.preemption import StoppedEarly
 from samestep.training.run_description import (
     CodeVersion,

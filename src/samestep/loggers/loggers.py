@@ -17,9 +17,8 @@ import torch
 from samestep.disk import describe_os_error, write_atomically
 from samestep.errors import LogError
 from samestep.loggers.console import Console
-from samestep.loggers.event_log import EventLog
 from samestep.loggers.logger_thread import Logger, LoggerThread
-from samestep.loggers.run_files import METRICS_FILE, WAIT_PREFIX, JsonlLogger, TextLog
+from samestep.loggers.run_files import METRICS_FILE, WAIT_PREFIX, EventLog, JsonlLogger, TextLog
 from samestep.loggers.trackers import TensorBoardLogger
 
 CONFIG_FILE = "config.json"

@@ -19,8 +19,8 @@ from samestep.data.audit import AuditReport, audit
 from samestep.environment.processes import process_runs
 from samestep.environment.world import LAUNCHER_LINK
 from samestep.errors import CheckpointError, LedgerError, ReportError
-from samestep.loggers.event_log import EVENTS_FILE, TIMES_FILE
 from samestep.loggers.loggers import METRICS_FILE, SUMMARY_FILE
+from samestep.loggers.run_files import EVENTS_FILE, TIMES_FILE
 from samestep.report.curves import Curve, Numbers, read_curves
 from samestep.report.run_records import Record, read_events, read_launches, read_times
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.loggers.event_log import read_records
+from samestep.loggers.run_files import read_records
 
 Record = Mapping[str, Any]
 LAUNCHER_EVENTS: Final = "launcher-*.jsonl"

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from samestep.loggers.event_log import EVENTS_FILE
 from samestep.loggers.loggers import METRICS_FILE
-from samestep.loggers.run_files import WAIT_PREFIX
+from samestep.loggers.run_files import EVENTS_FILE, WAIT_PREFIX
 from samestep.report.chart_data import find_differences
 from samestep.report.facts import facts_of, last_metrics
 from samestep.report.page import run_names

@@ -49,6 +49,7 @@ from samestep.teacher.teacher import Teacher
 from samestep.training.auto_plan import RunPlan, format_comparison
 from samestep.training.mistakes import add_hint
 from samestep.training.preemption import Preemption, StoppedEarly
+from samestep.training.rank_times import Stragglers
 from samestep.training.run_description import (
     CodeVersion,
     describe_configuration,
@@ -58,7 +59,6 @@ from samestep.training.run_description import (
     link_launcher_folder,
 )
 from samestep.training.step_loop import StepLoop
-from samestep.training.stragglers import Stragglers
 
 _NOT_STARTED = "this run is not started: use `with Run(...) as run:`, or call run.start() first"
 _CLOSED = "this run is closed: use it inside `with Run(...) as run:`, before run.close(), or create another Run"

@@ -24,8 +24,8 @@ from samestep.teacher.model_files import Weights, module_names, open_weights, un
 from samestep.torch_private import copy_without_weights
 from samestep.training.auto_plan import RunPlan, plan_run
 from samestep.training.mistakes import check_not_wrapped
+from samestep.training.rank_times import watch_forward
 from samestep.training.run_description import describe_model
-from samestep.training.stragglers import watch_forward
 
 _SHOWN: Final = 5
 

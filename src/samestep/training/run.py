@@ -18,8 +18,7 @@ from samestep.parallel.wrap import Strategy, UnusedParameters, WrapOptions
 from samestep.teacher.frozen_model import Build
 from samestep.teacher.options import PlacementOptions, TeacherOptions, check_placement_options
 from samestep.teacher.teacher import Teacher, open_teacher
-from samestep.training.early_stopping import EarlyStopping, Mode
-from samestep.training.evaluation import Evaluation
+from samestep.training.evaluation import EarlyStopping, Evaluation, Mode
 from samestep.training.lifecycle import Lifecycle
 from samestep.training.mistakes import DATA_HINTS, LOG_HINTS, RUN_HINTS, WRAP_HINTS, explain_keywords
 from samestep.training.models import average_model, wrap_model

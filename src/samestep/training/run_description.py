@@ -31,7 +31,7 @@ from samestep.launch.configuration import (
     read_launch,
     recorded_variables,
 )
-from samestep.loggers.event_log import end_of_text
+from samestep.loggers.run_files import end_of_text
 from samestep.messages import hide_secrets
 
 _GIT_SECONDS: Final = 10.0  # `git status` of a large repository on a shared disk
