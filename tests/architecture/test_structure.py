@@ -19,7 +19,7 @@ from tests.architecture.measure import Module
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Of training itself; the tools that check scripts, explain hangs and show runs have limits of their own.
-MAX_MODULES, MAX_LINES = 150, 40_500  # raise MAX_LINES only for a new feature, never for a repair
+MAX_MODULES, MAX_LINES = 150, 41_500  # raise MAX_LINES only for a new feature, never for a repair
 TOOLS = {
     "verify": ("samestep.verify", "samestep.cli.verify_command", "samestep.pytest_plugin", "samestep.findings"),
     "lint": ("samestep.lint", "samestep.cli.lint_command"),

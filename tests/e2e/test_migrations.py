@@ -46,7 +46,7 @@ def replaced(code: str, *changes: dict[str, str]) -> str:
 
 
 def run(code: str, folder: Path) -> dict[str, object]:
-    """Run a script in a folder of its own; returns its names, with what it has printed as `printed`."""
+    """Run a script in a separate folder; returns its names, with what it has printed as `printed`."""
     folder.mkdir()
     before = Path.cwd()
     os.chdir(folder)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from samestep import Run, read_metrics
-from samestep.training import stragglers
+from samestep.training import rank_times
 from tests.gpu.test_nccl import missing_for
 
 WIDTH, STEPS, INTERVAL, LATE = 2048, 24, 3, 0.06
@@ -41,8 +41,8 @@ def occupy_gpu(seconds):
 def train(folder, slow, where, steady):
     """Train some steps with tiny windows; returns the warnings, the backend, and how often a rank was measured."""
     warnings.filterwarnings("ignore", "Synchronization debug mode")
-    before = stragglers._WINDOW_STEPS, stragglers._WINDOW_SECONDS, stragglers._SHARE
-    stragglers._WINDOW_STEPS, stragglers._WINDOW_SECONDS, stragglers._SHARE = INTERVAL, 0.0, 0.4
+    before = rank_times._WINDOW_STEPS, rank_times._WINDOW_SECONDS, rank_times._SHARE
+    rank_times._WINDOW_STEPS, rank_times._WINDOW_SECONDS, rank_times._SHARE = INTERVAL, 0.0, 0.4
     try:
         with (
             warnings.catch_warnings(record=True) as caught,
@@ -69,7 +69,7 @@ def train(folder, slow, where, steady):
             return found, run._comm.backend, context.times.steps
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        stragglers._WINDOW_STEPS, stragglers._WINDOW_SECONDS, stragglers._SHARE = before
+        rank_times._WINDOW_STEPS, rank_times._WINDOW_SECONDS, rank_times._SHARE = before
 
 
 ACTIONS = {"compute": "computing", "data": "reading data"}

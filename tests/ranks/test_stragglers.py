@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from samestep import Run, read_metrics
 from samestep.distributed import metric_sync
-from samestep.training import stragglers
+from samestep.training import rank_times
 
 BASE, LATE = 0.01, 0.07  # seconds of a step on every rank, and in addition on the slow one
 STEPS, INTERVAL = 11, 3
@@ -71,10 +71,10 @@ class Net(nn.Module):
 
 def train(folder, slow=None, where="forward", strategy="ddp", batchnorm=False, micro_batch=None, stream=False):
     """Train some steps with tiny windows; returns the warnings, and the phases that this rank has measured."""
-    window = stragglers._WINDOW_STEPS, stragglers._WINDOW_SECONDS, stragglers._SHARE
-    stragglers._WINDOW_STEPS, stragglers._WINDOW_SECONDS = INTERVAL, 0.0
+    window = rank_times._WINDOW_STEPS, rank_times._WINDOW_SECONDS, rank_times._SHARE
+    rank_times._WINDOW_STEPS, rank_times._WINDOW_SECONDS = INTERVAL, 0.0
     if slow is None:
-        stragglers._SHARE = 0.7  # of such a small window; the cores are shared with other tests
+        rank_times._SHARE = 0.7  # of such a small window; the cores are shared with other tests
     try:
         with warnings.catch_warnings(record=True) as caught, Run(global_batch=8, seed=0, folder=folder) as run:
             warnings.simplefilter("always")
@@ -108,7 +108,7 @@ def train(folder, slow=None, where="forward", strategy="ddp", batchnorm=False, m
                 context.times.phases
             )
     finally:
-        stragglers._WINDOW_STEPS, stragglers._WINDOW_SECONDS, stragglers._SHARE = window
+        rank_times._WINDOW_STEPS, rank_times._WINDOW_SECONDS, rank_times._SHARE = window
 
 
 CASES = [

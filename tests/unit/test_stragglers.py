@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from samestep.distributed.step_times import COMPUTING, PHASES, StepInterval
-from samestep.training import stragglers
+from samestep.training import rank_times
 from samestep.training.rank_times import RankTimes, caused_waits, pack_interval, straggler_message, wait_metrics
 
 STEPS, STEP = 50, 0.06
@@ -61,7 +61,7 @@ def test_the_times_of_any_number_of_steps_travel_in_the_same_number_of_values(st
 
 def test_steps_that_are_sent_one_by_one_are_spread_over_the_interval():
     packed = pack_interval(StepInterval(1.0, NO_PHASES), [float(step) for step in range(100)])
-    sent = [value for value in packed[stragglers._HEADER :] if not math.isnan(value)]
+    sent = [value for value in packed[rank_times._HEADER :] if not math.isnan(value)]
     assert sent == [float(step) for step in range(0, 100, 5)]
 
 

@@ -69,7 +69,7 @@ def assign(run: Interpreter, target: ast.expr, value: Value, node: ast.AST) -> N
 def _assign_item(run: Interpreter, owner: Value, key: Value, value: Value, target: ast.expr, node: ast.AST) -> None:
     if isinstance(owner, ContainerValue):
         is_known = key.is_known and isinstance(key.constant, _HASHABLE)
-        is_single = len(owner.items) == 1 and owner.length is None  # an item of a comprehension stands for all
+        is_single = len(owner.items) == 1 and owner.length is None  # an item of a comprehension represents all
         other = next(iter(owner.items)) if is_single else len(owner.items)
         owner.items[key.constant if is_known else other] = value
     elif isinstance(owner, InstanceValue) and owner.is_module:

@@ -220,7 +220,7 @@ def _order(finding: Finding) -> tuple[str, int, int, str]:
 def scripts_of(files: Sequence[SourceFile], named: Sequence[SourceFile]) -> list[SourceFile]:
     """Which of the named files use something distributed, also through their imports; rules are silent about others.
 
-    A module without a word about ranks is followed from the scripts that import it.
+    A module that does not mention ranks is followed from the scripts that import it.
     """
     by_word = dict[str, list[SourceFile]]()
     for file in files:

@@ -1,4 +1,4 @@
-"""Read the folder of a run: its starts, metrics, times, events, checkpoints and ledger, also of a run that goes on."""
+"""Read the folder of a run: its starts, metrics, times, events, checkpoints and ledger, also of a live run."""
 
 import json
 import time

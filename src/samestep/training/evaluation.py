@@ -323,7 +323,7 @@ class EarlyStopping:
     def update(self, value: float | torch.Tensor) -> bool:
         """Add the value of an evaluation, the same on all ranks; returns `stopped`. A collective.
 
-        A value that is NaN or infinite is no improvement.
+        A value that is NaN or infinite does not count as an improvement.
         """
         number = check_metric_value("early stopping", value)
         for rank, (other,) in enumerate(self._comm.exchange("stopping.update", [number])):

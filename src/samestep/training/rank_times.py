@@ -1,4 +1,4 @@
-"""The times of all ranks: what each spends and uses, how long it makes the others wait, and a warning about a slow one."""
+"""The times of all ranks: what each spends and uses, how long it makes others wait, and a warning about a slow one."""
 
 import math
 import time

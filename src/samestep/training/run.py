@@ -144,7 +144,7 @@ class Run(Evaluation):
         return wrap_model(context, plans, model, options, example, optimizer, batch_dim, weights)
 
     def average(self, model: nn.Module, decay: float = 0.999) -> AveragedModel:
-        """An exponential moving average (EMA) of the weights of a wrapped model, with its buffers: a model of its own.
+        """An exponential moving average (EMA) of the weights of a wrapped model, with its buffers: a separate model.
 
         Call `ema.update_parameters(model)` after `optimizer.step()`, evaluate with `run.evaluate(ema)`, and pass it to
         `run.checkpoint`. With FSDP it is sharded as the model is. After n updates its weights are

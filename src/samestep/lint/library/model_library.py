@@ -393,7 +393,7 @@ def _optimizer(call: Call) -> Value:
 
 @known_attribute("optimizer", "param_groups")
 def _groups(owner: Value, name: str, location: Location) -> Value | None:
-    """One group that stands for all of them."""
+    """One group that represents all of them."""
     if not isinstance(owner, OptimizerValue):
         return None
     items = {"params": owner.parameters or Value(location), "lr": owner.options.get("lr") or Value(location)}

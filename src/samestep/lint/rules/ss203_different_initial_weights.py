@@ -184,7 +184,7 @@ def _loaded_on_some_ranks(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _initialized_after_wrapping(analysis: Analysis) -> Iterator[Finding]:
-    """Weights that each rank draws anew after DDP has sent those of rank 0."""
+    """Weights that each rank draws again after DDP has sent those of rank 0."""
     for event in analysis.of("call"):
         if event.rank_guard is not None or "uncalled" in event.contexts or not _initializes(event):
             continue

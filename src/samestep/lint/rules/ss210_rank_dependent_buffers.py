@@ -142,7 +142,7 @@ def _is_training(analysis: Analysis, event: Event) -> bool:
 
 
 def _is_trained(analysis: Analysis, module: Value) -> bool:
-    """Whether the module belongs to a model that is wrapped, or computes something of the loss besides it."""
+    """Whether the module belongs to a model that is wrapped, or computes something of the loss outside of it."""
     if analysis.wrapped and is_trained(analysis, module):
         return True
     trees = [tree for wrap in analysis.wrapped for tree in options_of(wrap.inner)]

@@ -2,7 +2,7 @@
 
 If a condition on the validation loss of a rank's own samples decides whether a checkpoint is written, the checkpoint
 that is kept is the best one for a part of the data, and the ranks disagree about it. The same is true of weights that
-are kept in memory and loaded at the end: every rank goes on with others.
+are kept in memory and loaded at the end: every rank continues with others.
 
 Bad:
 

@@ -1,7 +1,7 @@
 """A checkpoint of the wrapper is loaded into the bare model, or the other way round.
 
 The state dict of a DistributedDataParallel model has the prefix `module.` in all names, which a bare model does not
-know: `load_state_dict` raises an error, and with `strict=False` it loads nothing without a word.
+know: `load_state_dict` raises an error, and with `strict=False` it silently loads nothing.
 
 Bad:
 

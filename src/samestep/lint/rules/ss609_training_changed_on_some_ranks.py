@@ -1,7 +1,7 @@
 """Only some ranks clear, clip or change what all ranks train.
 
 The ranks keep the same weights only if each of them does all that changes the gradients or the weights. If rank 0 alone
-clears or clips its gradients, clamps the weights, or goes on in evaluation mode, the ranks drift apart.
+clears or clips its gradients, clamps the weights, or continues in evaluation mode, the ranks drift apart.
 
 Bad:
 

@@ -111,7 +111,7 @@ def _removals(world: WorldTrace, order: FileOrder) -> Iterator[Finding]:
                         related=[each for each in [first(lost[0].site)] if each],
                         consequence="files disappear before they are used, depending on which rank is faster",
                         repair="call dist.barrier() before a rank removes what others have used, and before "
-                        "others use what it creates anew",
+                        "others use what it creates again",
                     )
 
 

@@ -127,7 +127,7 @@ class FrameworkObserver:
             wrap(module, "prepare_data_loader", self._prepare_loader)
 
     def _prepare_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Let one process shuffle with a generator of its own, as Accelerate does for several: in the same order."""
+        """Let one process shuffle with a separate generator, as Accelerate does for several: in the same order."""
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, RandomSampler) and sampler.generator is None and not kwargs.get("use_seedable_sampler"):
             sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
