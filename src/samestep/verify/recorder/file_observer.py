@@ -76,7 +76,7 @@ class FileObserver:
         return result
 
     def _exists(self, original: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note that this rank has found a file, for which it may have waited, or that it has looked for one and found none."""
+        """Note that this rank has found a file, for which it may have waited, or has looked for one and found none."""
         recorder = self._recorder
         if recorder.is_quiet or not isinstance(path, str | os.PathLike):
             return original(path, *args, **kwargs)
