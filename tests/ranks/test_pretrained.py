@@ -150,6 +150,25 @@ def test_training_continues_after_a_merged_folder_was_written_and_it_is_replaced
     assert not torch.equal(*(each["model.layers.0.self_attn.q_proj.weight"] for each in (first, second)))
 
 
+def gradients(base, folder, **options):
+    with Run(global_batch=4, seed=0, folder=folder / "logs") as run:
+        model = run.wrap(build(base, adapter=False), **options)
+        for epoch in run.shard([torch.arange(8) + start for start in range(4)], num_workers=0).epochs(1):
+            for step in epoch:
+                for tokens in step:
+                    logits = model(input_ids=tokens).logits[:, :-1]
+                    step.mean(cross_entropy(logits.mT, tokens[:, 1:], reduction="none")).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_layers_that_are_recomputed_do_not_fill_their_cache_twice(base, tmp_path):
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    expected = gradients(base, tmp_path)
+    found = gradients(base, tmp_path, activation_checkpointing=(GradientCheckpointingLayer,))
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
 def save_checkpoint(folder, model, **options):
     with Run(global_batch=2, folder=folder / "logs") as run:
         run.checkpoint(folder / "out", model=model, **options).save()

@@ -47,7 +47,7 @@ RECIPES = {
     "progressive_images": ["--epochs", "2", "--size", "8", "--global-batch", "128", "--every", "8"],
     "lightning_images": ["--epochs", "1", "--global-batch", "400"],
     "distill": ["--epochs", "1", "--count", "48", "--held-out", "9", "--length", "8", "--global-batch", "16"],
-    "finetune": ["--epochs", "1", "--count", "32", "--held-out", "8", "--length", "8", "--model-layers", "1"],
+    "finetune": ["--epochs", "1", "--count", "32", "--held-out", "8", "--length", "12", "--model-layers", "1"],
     "latent_adapter": ["--epochs", "1", "--count", "32", "--held-out", "8", "--model-layers", "1"],
 }  # fmt: skip
 
