@@ -72,9 +72,9 @@ class Parts:
         return {name: _kind(part) for name, part in self._parts.items()}
 
     @property
-    def modules(self) -> Iterable[nn.Module]:
-        """The parts that are modules: models that train, and others, such as the average of one."""
-        return self._models.values()
+    def objects(self) -> list[Stateful]:
+        """The parts themselves."""
+        return list(self._parts.values())
 
     def may_contain(self, data: object) -> bool:
         """Whether the position in a shard or stream is saved: as a part, or possibly within an object of the user."""
