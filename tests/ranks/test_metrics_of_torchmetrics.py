@@ -13,6 +13,8 @@ from torchmetrics.text import CharErrorRate
 from samestep import Run
 from tests.ranks.models import Mlp
 
+pytestmark = pytest.mark.slow  # each rank imports torchmetrics, which takes seconds
+
 N = 11
 
 

@@ -218,13 +218,7 @@ class Checkpoint(StepCallback):
                     "must save the same step; call checkpoint.save at the same point on every rank"
                 )
         context.replicas.check(f"before the checkpoint of step {number}", context.progress.steps_of_process)
-        # they differ between ranks, and only one rank's are saved
-        for module in {
-            id(each): each for each in (*(model.inner for model in context.models), *self.parts.models.values())
-        }.values():
-            average_running_stats(comm, module)
-        for prepare in context.before_save:
-            prepare()
+        self._prepare_parts()
         state, tensors, name = run_on_every_rank(
             comm, "checkpoint.save", CheckpointError, self._collect, number, describe=describe_state_error
         )
@@ -245,6 +239,15 @@ class Checkpoint(StepCallback):
         )
         self._saved_at, self._saved_step, self._saved_name = time.monotonic(), context.progress.steps, name
         self._last_number = None if number == context.progress.steps else number
+
+    def _prepare_parts(self) -> None:
+        """What must be combined over the ranks before the state is collected."""
+        # running statistics differ between ranks, and only one rank's are saved; parts may be averages of models
+        for module in dict.fromkeys([*(model.inner for model in self._context.models), *self.parts.models.values()]):
+            average_running_stats(self._context.comm, module)
+        for part in self.parts.objects.values():
+            if prepare := self._context.before_save.get(id(part)):
+                prepare()
 
     def _stage(self, tensors: Tensors) -> None:
         """Copy this rank's chunks to host memory; DCP plans again only if the layout of a tensor has changed."""

@@ -74,8 +74,8 @@ class Parts:
                     f"run.checkpoint({name}=...) got a {type(part).__name__} without {' and '.join(missing)}: pass an "
                     "object that has both methods"
                 )
-        self._parts = {name: unwrap(part) if isinstance(part, nn.Module) else part for name, part in given.items()}
-        self.models = {name: part for name, part in self._parts.items() if isinstance(part, nn.Module)}
+        self.objects = {name: unwrap(part) if isinstance(part, nn.Module) else part for name, part in given.items()}
+        self.models = {name: part for name, part in self.objects.items() if isinstance(part, nn.Module)}
         """The models among them, as your modules: those that train, and others, such as the average of one."""
         self.frozen = {name: FrozenTensors(name, model) for name, model in self.models.items() if trainable_only}
         """By model, the tensors that are left out."""
@@ -84,16 +84,16 @@ class Parts:
     @property
     def kinds(self) -> dict[str, str]:
         """Whether each part is a model, an optimizer or other state."""
-        return {name: _kind(part) for name, part in self._parts.items()}
+        return {name: _kind(part) for name, part in self.objects.items()}
 
     def may_contain(self, data: object) -> bool:
         """Whether the position in a shard or stream is saved: as a part, or possibly within an object of the user."""
-        return any(part is data or _is_user_object(part) for part in self._parts.values())
+        return any(part is data or _is_user_object(part) for part in self.objects.values())
 
     def state(self) -> tuple[dict[str, object], Tensors]:
         """Return the state of every part as JSON values, and its tensors, which share memory with the parts."""
         tensors: Tensors = {}
-        values = {name: encode(self._state_of(name), name, tensors) for name in self._parts}
+        values = {name: encode(self._state_of(name), name, tensors) for name in self.objects}
         return values, tensors
 
     def prepare_load(self, values: Mapping[str, object], index: Index) -> tuple[Tensors, Callable[[], None]]:
@@ -101,7 +101,7 @@ class Parts:
 
         The parameters of models are filled in place, with sharding as it is now. Other tensors are newly allocated.
         """
-        if missing := [name for name in self._parts if name not in values]:
+        if missing := [name for name in self.objects if name not in values]:
             raise CheckpointError(
                 f"the checkpoint has no {' and no '.join(missing)}, only {', '.join(values)}: leave "
                 f"{'it' if len(missing) == 1 else 'them'} out of run.checkpoint, or start in another folder"
@@ -109,11 +109,11 @@ class Parts:
         targets: Tensors = {}
         self._left_out = []
         # models first: if the model differs, its error message is the helpful one
-        names = sorted(self._parts, key=lambda name: name not in self.models)
+        names = sorted(self.objects, key=lambda name: name not in self.models)
         states = {name: self._allocate(name, values[name], index, targets) for name in names}
 
         def load() -> None:
-            for name in self._parts:
+            for name in self.objects:
                 self._load(name, states[name])
 
         return targets, load
@@ -131,7 +131,7 @@ class Parts:
             frozen.describe()
 
     def _state_of(self, name: str) -> dict[str, object]:
-        part = self._parts[name]
+        part = self.objects[name]
         if isinstance(part, Optimizer):
             return _optimizer_state(part, _parameter_names(part, name, self._parameters()))
         if isinstance(part, nn.Module):
@@ -141,7 +141,7 @@ class Parts:
 
     def _allocate(self, name: str, value: Any, index: Index, targets: Tensors) -> object:
         """Add a tensor to `targets` for each tensor of this part, and return its state with them."""
-        part = self._parts[name]
+        part = self.objects[name]
         current: Tensors = {}
         if isinstance(part, nn.Module):
             encode(model_state(part), name, current)
@@ -166,7 +166,7 @@ class Parts:
         return decode(value, targets.__getitem__)
 
     def _load(self, name: str, state: Any) -> None:
-        part = self._parts[name]
+        part = self.objects[name]
         if isinstance(part, Optimizer):
             _load_optimizer_state(part, name, _parameter_names(part, name, self._parameters()), state)
             return

@@ -195,7 +195,7 @@ class RunMetric:
             each.distributed_available_fn = _never  # it does not communicate by itself
         self._earlier: list[_Rank] = []  # the ranks of the starts before this one
         self._saved: list[_Rank] = []
-        context.before_save.append(self._prepare_save)
+        context.before_save[id(self)] = self._prepare_save
 
     def update(self, *arguments: Any, **keywords: Any) -> None:
         """Add the samples of this rank's batch or micro-batch; rows of padding do not count."""
