@@ -52,7 +52,7 @@ def faulty_lines(case: Path) -> set[int]:
 
 
 FAULTS = [case for case in CASES if (case / "buggy.py").exists() and meta(case)["static"]]
-CORRECT = [case / name for case in CASES for name in ("fixed.py", "script.py") if (case / name).exists()]
+CORRECT = sorted(path for name in ("fixed.py", "script.py") for path in CORPUS.glob(f"*/*/{name}"))
 
 
 def test_there_are_forty_rules_with_unique_codes_and_names():

@@ -51,6 +51,11 @@ class Analysis:
         """Whether the script uses torch.distributed itself, without a framework."""
         return bool(self.of("init_group", "spawn")) and not self.of("accelerator", "fabric", "trainer")
 
+    def is_in_launcher(self, event: Event) -> bool:
+        """Whether the process that starts the ranks does it, before or after them."""
+        is_outside = not {"spawn", "uncalled"} & set(event.contexts)
+        return is_outside and bool(self.of("spawn")) and all("spawn" in each.contexts for each in self.of("init_group"))
+
     @cached_property
     def uses_samestep(self) -> bool:
         """Whether the script uses samestep, which does what these rules ask for."""

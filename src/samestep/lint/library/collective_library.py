@@ -6,6 +6,7 @@ from typing import Final
 from samestep.lint.events import source_text
 from samestep.lint.library.call import Call, known_function, known_functions, known_method
 from samestep.lint.project_calls import call_function
+from samestep.lint.rank_names import COUNTER
 from samestep.lint.values import (
     ChoiceValue,
     ContainerValue,
@@ -234,8 +235,38 @@ def _spawn(call: Call) -> Value:
     call.emit("spawn", function=call.get("fn", 0))
     for function in options_of(call.get("fn", 0)):
         if isinstance(function, FunctionValue):
-            call_function(call.run, function, [rank, *rest], {}, call.node)
+            with call.run.inside(context="spawn"):
+                call_function(call.run, function, [rank, *rest], {}, call.node)
     return Value(call.location)
+
+
+@known_function("multiprocessing.Process", "torch.multiprocessing.Process")
+def _start_process(call: Call) -> Value:
+    """A process per rank by hand: `for rank in range(world): Process(target=work, args=(rank, world))`."""
+    run, passed, target = call.run, call.get("args", 3), call.get("target", 1)
+    values = passed.values() if isinstance(passed, ContainerValue) else []
+    if target is None or not any(each.name == COUNTER for each in values):
+        return Value(call.location)
+    rank = Value(call.location, (Taint("rank", call.location, "each process gets its number"),))
+    arguments = [rank if each.name == COUNTER else each for each in values]
+    first, loops, run.loops = len(run.events), run.loops, ()
+    for function in options_of(target):
+        if isinstance(function, FunctionValue):
+            with run.inside(context="spawn"):
+                call_function(run, function, arguments, {}, call.node)
+    run.loops = loops
+    if any(event.kind == "init_group" for event in run.events[first:]):
+        call.emit("spawn", function=target)
+    else:
+        del run.events[first:]  # processes of another kind, such as readers of data
+    return Value(call.location)
+
+
+@known_method("any", "Process")
+def _start_process_of_context(call: Call, owner: Value) -> Value:
+    """`multiprocessing.get_context("spawn").Process(...)`."""
+    del owner
+    return _start_process(call)
 
 
 def _or_world(argument: Value, count: Value | None) -> Value:

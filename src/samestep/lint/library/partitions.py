@@ -42,7 +42,7 @@ def slice_part(run: Interpreter, owner: Value, node: ast.Subscript) -> tuple[Tai
         return (take_part(run, node, lower, run.evaluate(node.slice.step), owner, "stride"),)
     upper = run.evaluate(node.slice.upper) if node.slice.upper is not None else Value()
     how = "floor" if lower.is_floored and upper.is_floored else "range"
-    if _is_window(node.slice):
+    if _is_window(node.slice) or (how == "range" and _is_multiple(node.slice)):
         how = "window"
     return (take_part(run, node, lower, Value(), owner, how),)
 
@@ -71,6 +71,22 @@ def _is_window(node: ast.Slice) -> bool:
             return True
         upper = upper.left
     return False
+
+
+def _is_multiple(node: ast.Slice) -> bool:
+    """Whether a slice is a chunk of a size that all ranks share: `x[rank * size : (rank + 1) * size]`."""
+    match node.lower, node.upper:
+        case (
+            ast.BinOp(op=ast.Mult(), left=rank, right=size),
+            ast.BinOp(
+                op=ast.Mult(),
+                left=ast.BinOp(op=ast.Add(), left=next_rank, right=ast.Constant(value=1)),
+                right=next_size,
+            ),
+        ):
+            return (ast.unparse(rank), ast.unparse(size)) == (ast.unparse(next_rank), ast.unparse(next_size))
+        case _:
+            return False
 
 
 def is_floored(node: ast.AST, left: Value, right: Value, operator: ast.operator) -> bool:

@@ -52,6 +52,7 @@ from collections.abc import Iterator
 from samestep.findings import Finding
 from samestep.lint.events import Event
 from samestep.lint.rule import Analysis, Rule
+from samestep.lint.values import computed_from
 
 
 def find(analysis: Analysis) -> Iterator[Finding]:
@@ -102,6 +103,7 @@ def _is_number_of_worker(event: Event) -> bool:
     parts = list(ast.walk(node.args[0]))
     names = [each.id for each in parts if isinstance(each, ast.Name)]
     is_simple = not any(isinstance(each, ast.Call | ast.Attribute | ast.Subscript) for each in parts)
+    is_simple &= not any(each.name.endswith("initial_seed") for each in computed_from(event.value))
     return is_simple and bool(names) and all("worker" in name for name in names)
 
 

@@ -181,6 +181,8 @@ def _not_prepared(analysis: Analysis) -> Iterator[Finding]:
     flat = [option for each in prepared for option in options_of(each)]
     if any(type(each) is Value and not each.is_known for each in flat) or not analysis.of("backward"):
         return
+    if analysis.of("accelerator") and analysis.of("fabric"):
+        return  # which of them trains a model depends on the arguments
     modules = [each for each in flat if is_module(each)]
     services = analysis.of("accelerator", "fabric")
     for event in _stepped(analysis):

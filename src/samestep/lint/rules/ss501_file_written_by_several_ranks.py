@@ -56,7 +56,7 @@ def find(analysis: Analysis) -> Iterator[Finding]:
         yield from _once_per_node(analysis, event)
         if not is_on_all_ranks(event) or not is_shared(event.path) or event.path.clock is not None:
             continue
-        if _is_before_ranks(analysis, event) or _is_moved(event) or _is_done_before(analysis, event):
+        if analysis.is_in_launcher(event) or _is_moved(event) or _is_done_before(analysis, event):
             continue
         yield RULE.finding(
             event.location,
@@ -91,12 +91,6 @@ def _is_for_all_nodes(analysis: Analysis, event: Event) -> bool:
         return False
     is_read = any(is_same_path(event, read) for read in analysis.of("read"))
     return not is_read and not _NODE_PATH.search(path_text(event))
-
-
-def _is_before_ranks(analysis: Analysis, event: Event) -> bool:
-    """Whether the process that starts the ranks writes, before `spawn`."""
-    spawns = analysis.of("spawn")
-    return bool(spawns) and event.order < spawns[0].order and not any("spawn" in name for name in event.contexts)
 
 
 def _is_done_before(analysis: Analysis, event: Event) -> bool:

@@ -48,12 +48,11 @@ def find(analysis: Analysis) -> Iterator[Finding]:
     seen = set[Location]()
     yield from _named_after_metric(analysis)
     yield from _read_elsewhere(analysis)
-    spawns = analysis.of("spawn")
     for event in analysis.of("write", "folder"):
         clock = event.path.clock
         if clock is None or clock in seen or not is_on_all_ranks(event):
             continue
-        if spawns and event.order < spawns[0].order:
+        if analysis.is_in_launcher(event):
             continue
         seen.add(clock)
         what = "creates a folder" if event.kind == "folder" else "writes a file"

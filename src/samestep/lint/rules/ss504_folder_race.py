@@ -38,11 +38,10 @@ from samestep.lint.rule import Analysis, Rule
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for folders that must not exist yet, on all ranks."""
-    spawns = analysis.of("spawn")
     for event in analysis.of("folder"):
         if event.may_exist or not is_on_all_ranks(event) or not is_shared(event.path):
             continue
-        if event.path.clock is not None or (spawns and event.order < spawns[0].order):
+        if event.path.clock is not None or analysis.is_in_launcher(event):
             continue
         if any(guard.kind == "except" for guard in event.guards) or is_tried(analysis, event):
             continue

@@ -48,11 +48,10 @@ from samestep.lint.rule import Analysis, Rule
 
 def find(analysis: Analysis) -> Iterator[Finding]:
     """Look for files and folders that all ranks remove."""
-    spawns = analysis.of("spawn")
     for event in analysis.of("remove"):
         if not is_on_all_ranks(event) or not is_shared(event.path) or event.path.clock is not None:
             continue
-        if spawns and event.order < spawns[0].order:
+        if analysis.is_in_launcher(event):
             continue
         written = _next_write(analysis, event)
         if written is not None:
