@@ -182,7 +182,12 @@ def invoke(cases: list[tuple[str, ...]]) -> list[tuple[int, str]]:
 
     with quiet():
         ended = [CliRunner().invoke(import_module(f"recipes.{name}").app, arguments) for name, *arguments in cases]
-    return [(each.exit_code, " ".join(re.sub("[│╭╮╰╯─]", " ", each.output).split())) for each in ended]
+    return [(each.exit_code, one_line(re.sub("[│╭╮╰╯─]", " ", each.output))) for each in ended]
+
+
+def one_line(text: str) -> str:
+    """The text without its line breaks, which may also follow a hyphen."""
+    return re.sub(r"(?<=\w)- (?=\w)", "-", " ".join(text.split()))
 
 
 @pytest.mark.slow
@@ -196,7 +201,7 @@ def test_recipes_document_their_options_and_check_their_range(ranks, tmp_path, c
             assert option in text, f"{name} has no {option}"
         assert "over all ranks" in text
         assert main(["recipe", "run", name, "--help"]) == 0  # the same, although it does not run the script
-        assert " ".join(capfd.readouterr().out.split()).partition(" Options: ")[2] == text.partition(" Options: ")[2]
+        assert one_line(capfd.readouterr().out).partition(" Options: ")[2] == text.partition(" Options: ")[2]
     for (name, option, value, low), (code, text) in zip(BAD, outputs[len(names) :], strict=True):
         assert code == 2, name
         assert f"Invalid value for '{option}': Input should be greater than or equal to {low}" in text, (name, value)

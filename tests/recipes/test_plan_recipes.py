@@ -64,7 +64,7 @@ def test_a_recipe_with_a_frozen_model_can_be_planned(name, own, capsys, models):
 def test_a_recipe_with_adapters_can_be_planned(capsys, models):
     found = plan(capsys, "finetune", "--model", str(models[2]), "--rank", "4")
     trainable, frozen = (sum(found["model"][kind].values()) for kind in ("trainable", "frozen"))
-    assert 0 < 100 * trainable < frozen
+    assert 0 < 50 * trainable < frozen
 
 
 @pytest.mark.slow
