@@ -285,6 +285,7 @@ STACK = [
     '  File "/opt/lib/python3.11/threading.py", line 331 in wait',
     "Current thread 0x00007f7002ff9b80 (most recent call first):",
     *['  File "/opt/lib/python3.11/site-packages/torch/_tensor.py", line 623 in backward'] * 30,
+    *['  File "<frozen importlib._bootstrap>", line 1147 in _find_and_load_unlocked'] * 30,
     f'  File "{Path(samestep.__file__).parent}/parallel/draw_rules.py", line 405 in rule',
     '  File "/home/me/train.py", line 25 in <module>',
     "Extension modules: numpy._core._multiarray_umath, torch._C (total: 23)",

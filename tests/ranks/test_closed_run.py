@@ -35,6 +35,7 @@ CALLS = {
         "gather": ((torch.ones(1),), CLOSED), "gather_objects": ((1,), CLOSED), "log": (({"a": 1.0},), CLOSED),
         "max": (([1],), CLOSED), "mean": (([1],), CLOSED), "means": (([{"a": 1}],), CLOSED),
         "metric": ((None,), CLOSED), "once": ((int,), CLOSED), "predict": ((iter([1]),), CLOSED),
+        "profile": ((range(2),), CLOSED), "save_pretrained": ((nn.Linear(1, 1), "out"), CLOSED),
         "shard": (([1, 2],), CLOSED), "start": ((), CLOSED), "stream": (([1, 2],), CLOSED), "sum": (([1],), CLOSED),
         "teacher": ((lambda: nn.Linear(1, 1),), CLOSED), "wrap": ((nn.Linear(1, 1),), CLOSED),
     },

@@ -95,7 +95,7 @@ def evaluate_only(folder):
 
 def test_a_run_that_logs_nothing_has_a_summary_with_the_files_of_all_ranks(ranks, tmp_path):
     assert ranks(2, evaluate_only, tmp_path) == [3.0, 3.0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "ledger", "summary.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "events.jsonl", "ledger", "summary.json"]
     described = json.loads((tmp_path / "summary.json").read_text())["ledger"]["test"]
     for rank, state in enumerate(described):
         path = tmp_path / "ledger" / "test" / f"rank-{rank:05}.bin"

@@ -19,8 +19,8 @@ def count_exchanges(run):
     calls = []
     inner = run._comm.start_exchange
 
-    def counted(operation, values):
-        calls.append(inner(operation, values))
+    def counted(operation, values, site=None):
+        calls.append(inner(operation, values, site))
         return calls[-1]
 
     run._comm.start_exchange = counted

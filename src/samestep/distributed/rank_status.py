@@ -98,7 +98,10 @@ class StatusBoard:
         self._store.compare_set("summary", "", json.dumps(vars(_Summary())))
         self._store.set(f"location/{rank}", "0 ")
         self._post(self.own)
-        self._ended = threading.Event()
+        # Held until the end. An Event is locked while it is set: a signal handler that raises then, as torch's does if a
+        # data worker is killed, would leave it locked forever.
+        self._running = threading.Lock()
+        self._running.acquire()
         self._thread = threading.Thread(target=self._answer, name="samestep status", daemon=True)
         self._thread.start()
         atexit.register(self._stop)  # a thread inside the store aborts the process when the interpreter ends
@@ -302,7 +305,7 @@ class StatusBoard:
         """In a thread: post the line that this rank runs whenever another rank requests it."""
         answered = 0
         with contextlib.suppress(RuntimeError):  # the host of the store has exited
-            while not self._ended.wait(_ANSWER_SECONDS):
+            while not self._running.acquire(timeout=_ANSWER_SECONDS):
                 if (requests := self._store.add(f"location requests/{self._rank}", 0)) != answered:
                     answered = requests
                     for name in list(self.reports):
@@ -310,7 +313,8 @@ class StatusBoard:
                     self._store.set(f"location/{self._rank}", f"{requests} {running_line()}")
 
     def _stop(self) -> None:
-        self._ended.set()
+        with contextlib.suppress(RuntimeError):  # a second call
+            self._running.release()
         self._thread.join(_STOP_SECONDS)
 
     def _format(self, statuses: dict[int, RankStatus]) -> str:

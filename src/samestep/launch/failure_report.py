@@ -257,7 +257,9 @@ _NATIVE_LOG = re.compile(r"^\[[WEF]\d{3,4} [\d:.]+ .*\]|^\[rank\d+\]:\[[WEF]\d")
 _NATIVE_FRAME = re.compile(r"^frame #\d+: ")  # of C++
 _CRASH_HEADER = "Fatal Python error: "  # of faulthandler, after what native code has printed
 # What follows it, except for lines of the script.
-_CRASH_NOISE = re.compile(rf"^(?:Current thread|Thread) 0x|^Extension modules: |^  File \"(?:{_LIBRARY.pattern})")
+_CRASH_NOISE = re.compile(
+    rf"^(?:Current thread|Thread) 0x|^Extension modules: |^  File \"(?:{_LIBRARY.pattern}|<frozen )"
+)
 _TERMINAL_CODE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _MAX_TRACEBACK_LINES = 200
 _MAX_LOG_LINES = 20
