@@ -280,9 +280,17 @@ def test_hyperparameters_without_names_raise_at_run(config):
 
 
 def test_a_secret_is_neither_recorded_nor_sent(ranks, tmp_path):
-    ranks(1, train, tmp_path, Recorder(), {"hf_token": "abc", "max_tokens": 5})
-    assert json.loads((tmp_path / "config.json").read_text())["config"] == {"hf_token": "***", "max_tokens": 5}
-    assert calls_of(tmp_path)[0][3]["hf_token"] == "***"
+    inside = {"tracker": {"api_key": "abc"}, "users": [{"password": "abc"}], "args": Namespace(secret="abc")}
+    ranks(1, train, tmp_path, Recorder(), {"hf_token": "abc", "max_tokens": 5, **inside})
+    hidden = {"tracker": {"api_key": "***"}, "users": [{"password": "***"}], "args": {"secret": "***"}}
+    known = {"hf_token": "***", "max_tokens": 5, **hidden}
+    assert json.loads((tmp_path / "config.json").read_text())["config"] == known
+    assert calls_of(tmp_path)[0][3].items() >= known.items()
+
+
+def test_hyperparameters_inside_of_others_may_have_any_names(ranks, tmp_path):
+    assert ranks(2, train, tmp_path, Recorder(), {"widths": {(1, 2): 8}}) == [[], []]
+    assert calls_of(tmp_path)[0][3]["widths"] == {"(1, 2)": 8}
 
 
 # CSV

@@ -131,7 +131,7 @@ class LoggerThread:
         self._show_messages()
 
     def end(self, summary: Mapping[str, Any], longest_wait: float = math.inf) -> None:
-        """Let the logger close when it has everything, without waiting; `close` waits at most `longest_wait` seconds."""
+        """Let the logger close when it has everything, without waiting for it; `close` waits `longest_wait` at most."""
         with self._changed:
             if self._summary is None:
                 seconds = _FINISHED_SECONDS if summary.get("status") == "finished" else _STOPPED_SECONDS
