@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from samestep.disk import write_atomically
 from samestep.environment.world import CONFIG
@@ -275,8 +275,8 @@ def _hide_inside(value: Any) -> Any:
     elif is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return hide_secret_values(cast("Mapping[Any, Any]", value))
-    return [_hide_inside(each) for each in cast("Iterable[Any]", value)] if isinstance(value, list | tuple) else value
+        return hide_secret_values(value)
+    return [_hide_inside(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def config_variable(values: Mapping[str, Any]) -> dict[str, str | None]:

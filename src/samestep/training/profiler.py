@@ -111,7 +111,7 @@ class StepProfiler:
                 context.record("profile", steps=[steps[0], steps[-1]], ranks=self._ranks, files=files)
                 context.print(
                     f"profile of {format_steps(steps)} of {format_list([f'rank {rank}' for rank in self._ranks], 8)}: "
-                    f"traces for https://ui.perfetto.dev, and tables of the slowest operations, in "
+                    "traces for https://ui.perfetto.dev, and tables of the slowest operations, in "
                     f"{context.folder / FOLDER}"
                 )
         if not self._left:
