@@ -3,6 +3,7 @@
 The functions do not import torch unless they need it, which saves seconds. Notebooks have tests of their own.
 """
 
+import json
 import os
 import re
 import signal
@@ -66,6 +67,8 @@ def test_the_value_of_rank_0_is_returned_and_its_output_shown(capfd, tmp_path, m
     out, err = capfd.readouterr()
     assert re.fullmatch(r"rank 0 with \d+ thread\(s\)\n", out)
     assert f"samestep: logs in {tmp_path}/out/logs" in err
+    known = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert known["script"] == python_launch.__name__, "by which `samestep rerun` knows that it cannot repeat the run"
     log = tmp_path / "out" / "logs" / "attempt-0" / "rank-1.out"
     assert log.read_text().startswith("rank 1 with ")
 

@@ -89,7 +89,7 @@ def first(tmp_path_factory):
 def test_the_folder_of_a_run_has_its_resolved_configuration(first):
     known = json.loads((first / "out" / "config.json").read_text())
     assert known["config"] == {"lr": 0.01, "epochs": 5, "sizes": [6], "fast": True}
-    assert known["arguments"] == ["--lr=1e-2", "--fast", "out", "--epochs", "2", "--sizes", "6"]
+    assert known["arguments"] == ["--lr=1e-2", "--fast", "out", "--sizes", "6", "--epochs", "2"]
     assert (known["script"], known["module"], known["ranks"], known["nodes"]) == ("train.py", False, 2, 1)
     assert (known["folder"], known["config_file"], known["rerun_of"]) == (str(first), "run.yaml", None)
     assert known["environment"]["OMP_NUM_THREADS"] == "1"
@@ -106,7 +106,7 @@ def test_a_rerun_has_the_same_losses_and_leaves_the_first_run_alone(first, tmp_p
     assert "samestep: sets OMP_NUM_THREADS=1\n" in done.stderr
     assert "samestep: the code differs: other uncommitted changes than then, at commit " in done.stderr
     again = tmp_path / "again"
-    line = "train.py --lr=1e-2 --fast out --epochs 2 --sizes 6"
+    line = "train.py --lr=1e-2 --fast out --sizes 6 --epochs 2"
     assert f"samestep: repeats {first / 'out'}: {line}; folder {again}\n" in done.stderr
     assert losses(again) == losses(first / "out")
     assert len(losses(again)) == 10
@@ -198,6 +198,12 @@ def in_folder(tmp_path, monkeypatch):
             {"script": 1, "ranks": "2"},
             [],
             "{folder}/config.json lacks script, ranks: it was changed, or is of another version",
+        ),
+        (
+            {"script": "samestep.launch.python_launch", "module": True, "arguments": ["/tmp/samestep-launch-1"]},
+            [],
+            "{folder} was a run of samestep.launch, whose function is not recorded: call samestep.launch again, with "
+            "folder='{folder}' to continue the run",
         ),
         (
             {},

@@ -14,6 +14,7 @@ from samestep import Run
 from samestep.environment.world import PROFILE, profiled_steps
 from samestep.errors import WorldError
 from tests.launch.launched import start
+from tests.small_disk import small_disk
 
 STEPS_PER_EPOCH = 4
 
@@ -132,6 +133,33 @@ def test_an_exception_leaves_a_valid_trace_and_no_warning(ranks, tmp_path):
     events = read_trace(tmp_path / "profile" / "rank-0-steps-2-3.json.gz")
     assert named(events, "steps") == ["step 2", "step 3"]
     assert "run.profile" not in (tmp_path / "log.txt").read_text().replace("profile of", "")
+
+
+def test_a_full_disk_costs_the_profile_and_not_the_run(ranks, tmp_path):
+    with small_disk(tmp_path / "disk", 128) as disk:  # the trace has more before it is compressed
+        (shown,) = ranks(1, train, disk.path, [range(8)])
+        assert shown == [
+            f"the profile of steps 0 to 7 of rank 0 cannot be written to {disk.path}/profile: the disk may "
+            "be full: free some space; training continues without it"
+        ]
+        assert traces(disk.path) == []
+        events = [json.loads(line)["event"] for line in (disk.path / "events.jsonl").read_text().splitlines()]
+        assert "profile" not in events
+        assert "end" in events
+        assert json.loads((disk.path / "summary.json").read_text())["steps"] == 8
+
+
+def refuse_a_profile(folder):
+    (Path(folder) / "profile").write_text("")  # a file where the folder should be
+    return train(folder, [range(2)])
+
+
+def test_a_folder_that_cannot_be_written_is_named(ranks, tmp_path):
+    (shown,) = ranks(1, refuse_a_profile, tmp_path)
+    assert shown == [
+        f"the profile of steps 0 to 1 of rank 0 cannot be written to {tmp_path}/profile: a file is where a folder "
+        "is needed: choose another folder; training continues without it"
+    ]
 
 
 def test_steps_without_micro_batches_are_in_the_trace(ranks, tmp_path):

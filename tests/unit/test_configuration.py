@@ -1,5 +1,6 @@
 """Options from a file: what YAML, TOML and JSON mean, which mistakes are reported with their line, what wins."""
 
+import argparse
 import json
 import sys
 
@@ -68,6 +69,21 @@ def test_toml_and_json_give_the_same_options(tmp_path, name, text, monkeypatch):
     assert [file.options[name].line for name in ("lr", "epochs")] == [1, 2]
 
 
+def test_digits_with_underscores_are_a_number_only_where_python_reads_one(tmp_path):
+    file = read(tmp_path, "run.yaml", "a: 1_000\nb: 1_\nc: 2024__05\nd: 1_0.5\ne: -1_0\n")
+    assert file.values() == {"a": 1000, "b": "1_", "c": "2024__05", "d": 10.5, "e": -10}
+
+
+@pytest.mark.parametrize(("name", "text"), [("run.json", '{"a": %s}'), ("run.toml", "a = %s")])
+def test_a_number_of_thousands_of_digits_is_a_mistake(tmp_path, name, text):
+    with pytest.raises(LaunchError) as caught:
+        read(tmp_path, name, text % ("1" * 5000))
+    shown = "Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits"
+    assert str(caught.value) == (
+        f"{tmp_path / name}, line 1: has a value that cannot be read ({shown}): write it as a text"
+    )
+
+
 def test_an_empty_file_has_no_options(tmp_path):
     assert read(tmp_path, "run.yaml", "# nothing\n").options == {}
 
@@ -99,6 +115,11 @@ def test_an_empty_file_has_no_options(tmp_path):
             "run.yaml",
             "--lr: 0.1\n",
             "line 1: '--lr' is not the name of an option: write it without dashes in front, as in lr: 0.1",
+        ),
+        (
+            "run.yaml",
+            'name: "\\UFFFFFFFF"\n',
+            "line 1: has a value that cannot be read (Python int too large to convert to C int): write it as a text",
         ),
         ("run.toml", "lr = 0.1\nepochs == 2\n", "line 2: not valid TOML (Invalid value)"),
         (
@@ -162,7 +183,17 @@ def test_explicit_arguments_win(tmp_path, explicit, expected):
 
 def test_a_list_does_not_take_a_positional_argument_of_the_script(tmp_path):
     file = read(tmp_path, "run.yaml", "sizes: [1, 2]\n")
-    assert merge_arguments(file.options, ["data", "--lr", "1"], False) == ["data", "--lr", "1", "--sizes", "1", "2"]
+    assert merge_arguments(file.options, ["data", "--lr", "1"], False) == ["data", "--sizes", "1", "2", "--lr", "1"]
+    assert merge_arguments(file.options, ["a", "-1", "--", "b"], False) == ["a", "-1", "--sizes", "1", "2", "--", "b"]
+
+
+@pytest.mark.parametrize("explicit", [["-s", "3"], ["--siz", "3"], ["data", "-s", "3"]])
+def test_a_list_that_is_given_by_a_short_name_wins(tmp_path, explicit):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-s", "--sizes", type=int, nargs="+")
+    parser.add_argument("data", nargs="?")
+    file = read(tmp_path, "run.yaml", "sizes: [1, 2]\n")
+    assert parser.parse_args(merge_arguments(file.options, explicit, repeat_lists=False)).sizes == [3]
 
 
 def test_names_of_given_options():

@@ -43,11 +43,11 @@ class Recorder:
             raise ValueError(f"boom in {call[0]}")
 
 
-def train(folder, logger, config=None, steps=3):
+def train(folder, logger, config=None, steps=3, step_timeout=300.0):
     """Train a few steps; returns the warnings of this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Run(global_batch=2, folder=folder, loggers=[logger], config=config) as run:
+        with Run(global_batch=2, folder=folder, loggers=[logger], config=config, step_timeout=step_timeout) as run:
             model = run.wrap(torch.nn.Linear(1, 1))
             data = run.shard(TensorDataset(torch.ones(2 * steps, 1)), num_workers=0)
             for epoch in data.epochs(1):
@@ -113,6 +113,26 @@ def fail_after_a_step(folder):
 def test_after_a_failure_a_logger_is_closed_with_the_status(ranks, tmp_path):
     ranks.errors(1, fail_after_a_step, tmp_path)
     assert calls_of(tmp_path)[-1] == [False, "close", "failed"]
+
+
+class NeverCloses:
+    """Waits in `close` for longer than the other ranks wait for rank 0."""
+
+    def open(self, run: RunInfo) -> None:
+        pass
+
+    def write(self, step, values, epoch) -> None:
+        pass
+
+    def close(self, summary) -> None:
+        threading.Event().wait(60)
+
+
+def test_the_other_ranks_do_not_time_out_while_rank_0_waits_for_a_logger(ranks, tmp_path):
+    warned, others = ranks(2, train, tmp_path, NeverCloses(), None, 3, 8.0)
+    assert warned == ["NeverCloses was not closed within 4 s: its last records may be missing there"]
+    assert others == []
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "finished"
 
 
 # The thread
@@ -260,9 +280,17 @@ def test_hyperparameters_without_names_raise_at_run(config):
 
 
 def test_a_secret_is_neither_recorded_nor_sent(ranks, tmp_path):
-    ranks(1, train, tmp_path, Recorder(), {"hf_token": "abc", "max_tokens": 5})
-    assert json.loads((tmp_path / "config.json").read_text())["config"] == {"hf_token": "***", "max_tokens": 5}
-    assert calls_of(tmp_path)[0][3]["hf_token"] == "***"
+    inside = {"tracker": {"api_key": "abc"}, "users": [{"password": "abc"}], "args": Namespace(secret="abc")}
+    ranks(1, train, tmp_path, Recorder(), {"hf_token": "abc", "max_tokens": 5, **inside})
+    hidden = {"tracker": {"api_key": "***"}, "users": [{"password": "***"}], "args": {"secret": "***"}}
+    known = {"hf_token": "***", "max_tokens": 5, **hidden}
+    assert json.loads((tmp_path / "config.json").read_text())["config"] == known
+    assert calls_of(tmp_path)[0][3].items() >= known.items()
+
+
+def test_hyperparameters_inside_of_others_may_have_any_names(ranks, tmp_path):
+    assert ranks(2, train, tmp_path, Recorder(), {"widths": {(1, 2): 8}}) == [[], []]
+    assert calls_of(tmp_path)[0][3]["widths"] == {"(1, 2)": 8}
 
 
 # CSV
@@ -317,13 +345,23 @@ def test_a_row_that_a_kill_has_cut_off_is_removed(tmp_path):
 def test_a_full_disk_costs_rows_and_leaves_no_broken_ones(tmp_path):
     with small_disk(tmp_path / "disk", 128) as disk:
         warned, reported = [], []
-        thread = LoggerThread(CSVLogger(), disk.path, {}, False, warned.append, reported.append)
+        logger, tried = CSVLogger(), []
+        write = logger.write
+
+        def count(*record):
+            try:
+                write(*record)
+            finally:
+                tried.append(record)
+
+        logger.write = count
+        thread = LoggerThread(logger, disk.path, {}, False, warned.append, reported.append)
         thread.write(0, {"train/loss": 0.5})
         wait_for(lambda: (disk.path / "metrics.csv").exists() and bool(table(disk.path)))
         disk.fill()
         for step in range(1, 1000):
             thread.write(step, {"train/loss": 0.5})
-        wait_for(lambda: not thread._queue)
+        wait_for(lambda: len(tried) == 1000)
         disk.make_space()
         thread.write(1000, {"train/loss": 0.25, "val/accuracy": 1.0})
         thread.close({"status": "finished"})

@@ -15,6 +15,7 @@ from samestep import __version__
 from samestep.cli.run_command import command as run_command
 from samestep.environment.world import COMPARISON, LAUNCHER_LINK, export, read_environ
 from samestep.errors import LaunchError
+from samestep.launch import python_launch
 from samestep.launch.configuration import (
     CONFIG_FILE,
     HIDDEN,
@@ -107,6 +108,11 @@ def _read(folder: Path) -> dict[str, Any]:
     wrong = [name for name, kind in _REQUIRED.items() if not isinstance(known.get(name), kind)]
     if wrong:
         raise LaunchError(f"{folder / CONFIG_FILE} lacks {', '.join(wrong)}: it was changed, or is of another version")
+    if known["script"] == python_launch.__name__:
+        raise LaunchError(
+            f"{folder} was a run of samestep.launch, whose function is not recorded: call samestep.launch again, with "
+            f"folder={str(folder)!r} to continue the run"
+        )
     return known
 
 

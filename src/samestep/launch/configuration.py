@@ -4,9 +4,11 @@ import json
 import re
 import sys
 import tomllib
+from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +21,7 @@ CONFIG_FILE: Final = "config.json"
 HIDDEN: Final = "***"
 _MOST_BYTES: Final = 64 << 10  # the values are a variable of the ranks, whose size Linux limits
 _NAME: Final = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
-_NUMBER: Final = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+_NUMBER: Final = re.compile(r"[-+]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 # Variables that can change what a run computes: config.json keeps them, and `samestep rerun` sets them again.
 REPEATED_VARIABLES: Final = (
     "CUBLAS_WORKSPACE_CONFIG", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "PYTHONHASHSEED",
@@ -87,6 +89,9 @@ def read_options_file(path: Path) -> OptionsFile:
         entries = list(reader(found, text))
     except RecursionError as error:
         raise found.error(1, "has values inside of values, too deep to read: write one line per option") from error
+    except (ValueError, OverflowError) as error:  # thousands of digits, or a character that does not exist
+        problem = str(error).partition(";")[0]
+        raise found.error(1, f"has a value that cannot be read ({problem}): write it as a text") from error
     for name, value, line in entries:
         if isinstance(name, str) and name in options:
             raise found.error(line, f"{name} is given twice, first in line {options[name].line}: remove one")
@@ -129,7 +134,7 @@ def _scalar(value: object) -> tuple[object, str]:
 def _number(text: str) -> object:
     if not _NUMBER.fullmatch(text):
         return text
-    return int(text) if re.fullmatch(r"[-+]?\d{1,300}", text) else float(text)
+    return int(text) if re.fullmatch(r"[-+]?[\d_]{1,300}", text) else float(text)
 
 
 # names, values and lines
@@ -228,8 +233,15 @@ def merge_arguments(options: Mapping[str, FileOption], explicit: Sequence[str], 
             single += [f"--{name}={text}" for text in option.text]
         else:
             lists += [f"--{name}", *option.text]
-    # A list takes all words that follow, such as a positional argument of the script.
-    return [*single, *lists, *explicit] if "--" in explicit else [*single, *explicit, *lists]
+    # A list takes all words that follow until the next option, so positional arguments of the script are before it.
+    # What is given by a short name is after it, since the last one counts.
+    positional = list(takewhile(_is_value, explicit))
+    return [*single, *positional, *lists, *explicit[len(positional) :]]
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word of a command line is a value, such as a negative number, and not an option."""
+    return not word.startswith("-") or _NUMBER.fullmatch(word) is not None
 
 
 def without_given(options: Mapping[str, FileOption], explicit: Sequence[str]) -> dict[str, FileOption]:
@@ -245,9 +257,26 @@ def given_names(arguments: Sequence[str]) -> set[str]:
     return names | {name.removeprefix("no-") for name in names}
 
 
-def hide_secret_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with those of names such as `api_key` hidden."""
-    return {name: HIDDEN if is_secret(name) and value is not None else value for name, value in values.items()}
+def hide_secret_values(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The values, with those of names such as `api_key` hidden, also inside of values; names become texts, as in JSON.
+
+    >>> hide_secret_values({"lr": 0.1, "tracker": {"api_key": "a1b2"}, "sizes": {8: "small"}})
+    {'lr': 0.1, 'tracker': {'api_key': '***'}, 'sizes': {'8': 'small'}}
+    """
+    return {
+        str(name): HIDDEN if is_secret(str(name)) and value is not None else _hide_inside(value)
+        for name, value in values.items()
+    }
+
+
+def _hide_inside(value: Any) -> Any:
+    if isinstance(value, Namespace):
+        value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return hide_secret_values(value)
+    return [_hide_inside(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def config_variable(values: Mapping[str, Any]) -> dict[str, str | None]:

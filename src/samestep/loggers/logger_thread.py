@@ -4,6 +4,7 @@ A tracker may wait for a network or a locked database. Its thread waits, not the
 warning.
 """
 
+import math
 import threading
 import time
 from collections import deque
@@ -108,7 +109,7 @@ class LoggerThread:
         self._summary: Mapping[str, Any] | None = None  # given when the logger is to be closed
         self._messages: deque[str] = deque()
         self._lost = 0
-        self._ended_at = 0.0
+        self._longest_wait = self._closed_by = 0.0  # seconds, and a time
         self._has_failed = self._is_closed = self._is_off = self._is_overloaded = False
         run = RunInfo(folder, folder.name, config, resumed, self._messages.append)
         self._thread = threading.Thread(target=self._work, args=[run], name=f"samestep {self._name}", daemon=True)
@@ -121,7 +122,7 @@ class LoggerThread:
         del between_steps
         with self._changed:
             if not self._is_off:
-                self._queue.append((step, values, epoch))
+                self._queue.append((step, dict(values), epoch))  # a logger may change what it gets
                 self._changed.notify()
             if self._is_off:
                 self._lost += 1
@@ -129,11 +130,13 @@ class LoggerThread:
                 self._drop_oldest()
         self._show_messages()
 
-    def end(self, summary: Mapping[str, Any]) -> None:
-        """Let the logger close when it has everything, without waiting for it."""
+    def end(self, summary: Mapping[str, Any], longest_wait: float = math.inf) -> None:
+        """Let the logger close when it has everything, without waiting for it; `close` waits `longest_wait` at most."""
         with self._changed:
             if self._summary is None:
-                self._summary, self._ended_at = summary, time.monotonic()
+                seconds = _FINISHED_SECONDS if summary.get("status") == "finished" else _STOPPED_SECONDS
+                self._summary, self._longest_wait = summary, min(seconds, longest_wait)
+                self._closed_by = time.monotonic() + self._longest_wait
             self._changed.notify()
 
     def close(self, summary: Mapping[str, Any]) -> None:
@@ -142,11 +145,11 @@ class LoggerThread:
         if self._is_closed:
             return
         self._is_closed = True
-        seconds = _FINISHED_SECONDS if summary.get("status") == "finished" else _STOPPED_SECONDS
-        self._thread.join(max(0.0, self._ended_at + seconds - time.monotonic()))
+        self._thread.join(max(0.0, self._closed_by - time.monotonic()))
         self._show_messages()
         if self._thread.is_alive():
-            self._warn(f"{self._name} was not closed within {seconds:.0f} s: its last records may be missing there")
+            waited = f"{self._longest_wait:.0f} s"
+            self._warn(f"{self._name} was not closed within {waited}: its last records may be missing there")
         elif self._lost:
             self._report(f"{self._name} lacks {self._lost} record(s), which metrics.jsonl has")
 
@@ -170,7 +173,8 @@ class LoggerThread:
             return
         while (record := self._next()) is not None:
             if not self._try("write", "training continues", self._logger.write, *record):
-                self._lost += 1
+                with self._changed:
+                    self._lost += 1
         self._try("close", "its last records may be missing there", self._logger.close, self._summary)
 
     def _next(self) -> tuple[int, Mapping[str, float], int | None] | None:

@@ -130,11 +130,14 @@ class Loggers:
             self.last.update(readable)
             self.counts.update(readable.keys())
 
-    def close(self, summary: Mapping[str, object]) -> None:
-        """Close every logger, even if one of them raises, and write summary.json unless it is empty."""
+    def close(self, summary: Mapping[str, object], longest_wait: float = math.inf) -> None:
+        """Close every logger, even if one of them raises, and write summary.json unless it is empty.
+
+        It waits at most `longest_wait` seconds for the loggers of your list.
+        """
         for logger in self._all:
             if isinstance(logger, LoggerThread):
-                logger.end(summary)  # all at the same time
+                logger.end(summary, longest_wait)  # all at the same time
         with ExitStack() as closing:
             closing.callback(self._events.close)
             for logger in self._all:

@@ -93,8 +93,9 @@ class CSVLogger:
         del header
         tail = "," * len(names) + "\n"
         write_atomically(self._path, _line(columns).decode() + rows.replace("\n", tail))
-        os.close(self._file)
+        replaced = self._file
         self._connect()
+        os.close(replaced)  # after it: if the file cannot be opened, the number must not become that of another file
         self._columns = columns
 
 

@@ -1,6 +1,7 @@
 """The lifecycle of a run: start on all ranks, end after success, end early, end after a failure."""
 
 import faulthandler
+import math
 import os
 import socket
 import sys
@@ -365,7 +366,8 @@ class Lifecycle:
             steps = self._loop.context.progress.steps if self._loop is not None else 0
             self._loggers.record("end", describe_end(status, steps, self._error))
             self._error = None  # it would keep its frames alive
-            self._loggers.close(self.summary(status) | ledger if wanted else {})
+            longest_wait = math.inf if self.comm.alone else self.comm.timeout / 2  # the other ranks wait for this one
+            self._loggers.close(self.summary(status) | ledger if wanted else {}, longest_wait)
 
 
 def _create_loggers(config: RunConfig, context: Callable[[], RunContext], warn: Callable[[str], None]) -> Loggers:

@@ -7,20 +7,23 @@ pass on a GPU, so they are added to the trace when it is written.
 
 import gzip
 import json
+import os
 import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from typing import IO, Final
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from samestep.disk import describe_os_error, write_atomically
 from samestep.distributed.step_times import PHASES, Phase
 from samestep.environment.world import export, read_environ
 from samestep.errors import ConfigError
-from samestep.messages import format_list
+from samestep.messages import format_list, warn
 from samestep.training.step_loop import StepLoop
 
 FOLDER: Final = "profile"
@@ -103,34 +106,55 @@ class StepProfiler:
             if recorded is not None:
                 context.times.observer = None
                 recorded.stop()  # waits for the GPU
-                self._write(recorded, steps, marks)
-            folder = context.folder / FOLDER
-            files = [f"{FOLDER}/{file_name(rank, steps)}.json.gz" for rank in self._ranks]
-            context.record("profile", steps=[steps[0], steps[-1]], ranks=self._ranks, files=files)
-            context.print(
-                f"profile of {format_steps(steps)} of {format_list([f'rank {rank}' for rank in self._ranks], 8)}: "
-                f"traces for https://ui.perfetto.dev, and tables of the slowest operations, in {folder}"
-            )
+            if recorded is None or self._try_to_write(recorded, steps, marks):
+                files = [f"{FOLDER}/{file_name(rank, steps)}.json.gz" for rank in self._ranks]
+                context.record("profile", steps=[steps[0], steps[-1]], ranks=self._ranks, files=files)
+                context.print(
+                    f"profile of {format_steps(steps)} of {format_list([f'rank {rank}' for rank in self._ranks], 8)}: "
+                    "traces for https://ui.perfetto.dev, and tables of the slowest operations, in "
+                    f"{context.folder / FOLDER}"
+                )
         if not self._left:
             self._detach()
+
+    def _try_to_write(self, recorded: profile, steps: list[int], marks: list[_Mark]) -> bool:
+        """Write the trace and the table; warn if the disk refuses them, since a profile is not worth ending a run."""
+        try:
+            self._write(recorded, steps, marks)
+        except OSError as error:
+            is_missing = isinstance(error, FileNotFoundError)  # torch does not raise if it could not write its trace
+            cause = "the disk may be full: free some space" if is_missing else describe_os_error(error)
+            warn(
+                f"the profile of {format_steps(steps)} of rank {self._context.world.rank} cannot be written to "
+                f"{self._context.folder / FOLDER}: {cause}; training continues without it"
+            )
+            return False
+        return True
 
     def _write(self, recorded: profile, steps: list[int], marks: list[_Mark]) -> None:
         world, device = self._context.world, self._context.device
         folder, name = self._context.folder / FOLDER, file_name(world.rank, steps)
         folder.mkdir(parents=True, exist_ok=True)
-        plain, packed = folder / f"{name}.part.json", folder / f"{name}.part.gz"
+        plain, packed, unfinished = (folder / f"{name}.part.{kind}" for kind in ("json", "gz", "json.tmp"))
         try:
             recorded.export_chrome_trace(str(plain))
-            with plain.open() as source, gzip.open(packed, "wt", compresslevel=5) as target:
+            # names of files may be in other encodings
+            with (
+                plain.open(encoding="utf-8", errors="surrogateescape") as source,
+                gzip.open(packed, "wt", compresslevel=5, encoding="utf-8", errors="surrogateescape") as target,
+            ):
                 write_with_phases(source, target, marks)
             packed.replace(folder / f"{name}.json.gz")
         finally:
             plain.unlink(missing_ok=True)
             packed.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # on a full disk torch leaves this file, and keeps it open
+                os.truncate(unfinished, 0)
+                unfinished.unlink()
         order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"  # none on Apple GPUs
         table = recorded.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=_NAME_WIDTH)
         head = f"{format_steps(steps)} of rank {world.rank} of {world.size} on {device.type}\n{_phase_line(marks)}\n\n"
-        (folder / f"{name}.txt").write_text(f"{head}The slowest operations, by their own time:\n{table}")
+        write_atomically(folder / f"{name}.txt", f"{head}The slowest operations, by their own time:\n{table}")
 
     def _close(self) -> None:
         self._finish()
