@@ -22,6 +22,23 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 MARK = re.compile(r"# (SS\d+)$")
 
 SCRIPTS = {  # what follows HEAD; a comment names the rule that finds a fault in its line
+    "file_that_is_named_by_the_hash_of_a_text": """
+import sys
+def number(names):
+    return str(abs(hash("".join(names))))
+with open(os.path.join("/tmp", "files." + number(sys.argv)), "w") as own:
+    own.write("1")
+with open(os.path.join("/tmp", "files." + "".join(sys.argv)), "w") as shared:  # SS501
+    shared.write("1")
+""",
+    "rank_of_the_configuration": """
+from project import load
+def is_main_rank(options):
+    return options.distributed_rank == 0
+if is_main_rank(load()):
+    torch.save(model.module.state_dict(), "model.pt")
+    dist.barrier()  # SS301
+""",
     "copy_of_a_model_that_may_be_wrapped": """
 import copy
 def average(net):
