@@ -388,3 +388,42 @@ def test_a_function_that_is_called_often_still_returns_the_rank(tmp_path):
     text = f"def number():\n    return dist.get_rank()\n{calls}main = number()\nif main == 0:\n    dist.barrier()\n"
     write(tmp_path, train=HEAD + text)
     assert [each.code for each in lint([tmp_path]).findings] == ["SS301"]
+
+
+@pytest.mark.parametrize("base", ["torchmetrics.Metric", "object"])
+def test_metrics_of_the_project_are_reduced_by_torchmetrics(tmp_path, base):
+    (tmp_path / "train.py").write_text(f"""\
+import lightning as L
+import torch, torchmetrics
+
+
+class Error({base}):
+    def __init__(self):
+        super().__init__()
+        self.total, self.steps = torch.zeros(1), torch.zeros(1)
+
+    def update(self, outputs, y):
+        self.total += (outputs - y).abs().mean()
+        self.steps += 1
+
+    def compute(self):
+        return 100 * self.total / self.steps, self.steps
+
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.error = torch.nn.Linear(1, 1), Error()
+
+    def validation_step(self, batch, index):
+        self.error.update(self.layer(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self):
+        error, _ = self.error.compute()
+        self.log("error", error)
+
+
+L.Trainer(devices=2).validate(Model())
+""")
+    expected = [] if base == "torchmetrics.Metric" else ["SS403"]
+    assert [each.code for each in lint([tmp_path]).findings] == expected
