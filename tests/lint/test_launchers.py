@@ -31,6 +31,11 @@ if __name__ == "__main__":
 """
 STARTS = {
     "spawn": "    mp.spawn(work, args=(2,), nprocs=2)",
+    "spawn_or_call": """\
+    if torch.cuda.device_count() > 1:
+        mp.spawn(work, args=(2,), nprocs=2)
+    else:
+        work(0, 1)""",
     "process": """\
     processes = []
     for rank in range(2):

@@ -22,6 +22,23 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 MARK = re.compile(r"# (SS\d+)$")
 
 SCRIPTS = {  # what follows HEAD; a comment names the rule that finds a fault in its line
+    "file_that_is_named_by_the_hash_of_a_text": """
+import sys
+def number(names):
+    return str(abs(hash("".join(names))))
+with open(os.path.join("/tmp", "files." + number(sys.argv)), "w") as own:
+    own.write("1")
+with open(os.path.join("/tmp", "files." + "".join(sys.argv)), "w") as shared:  # SS501
+    shared.write("1")
+""",
+    "rank_of_the_configuration": """
+from project import load
+def is_main_rank(options):
+    return options.distributed_rank == 0
+if is_main_rank(load()):
+    torch.save(model.module.state_dict(), "model.pt")
+    dist.barrier()  # SS301
+""",
     "copy_of_a_model_that_may_be_wrapped": """
 import copy
 def average(net):
@@ -371,3 +388,42 @@ def test_a_function_that_is_called_often_still_returns_the_rank(tmp_path):
     text = f"def number():\n    return dist.get_rank()\n{calls}main = number()\nif main == 0:\n    dist.barrier()\n"
     write(tmp_path, train=HEAD + text)
     assert [each.code for each in lint([tmp_path]).findings] == ["SS301"]
+
+
+@pytest.mark.parametrize("base", ["torchmetrics.Metric", "object"])
+def test_metrics_of_the_project_are_reduced_by_torchmetrics(tmp_path, base):
+    (tmp_path / "train.py").write_text(f"""\
+import lightning as L
+import torch, torchmetrics
+
+
+class Error({base}):
+    def __init__(self):
+        super().__init__()
+        self.total, self.steps = torch.zeros(1), torch.zeros(1)
+
+    def update(self, outputs, y):
+        self.total += (outputs - y).abs().mean()
+        self.steps += 1
+
+    def compute(self):
+        return 100 * self.total / self.steps, self.steps
+
+
+class Model(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.error = torch.nn.Linear(1, 1), Error()
+
+    def validation_step(self, batch, index):
+        self.error.update(self.layer(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self):
+        error, _ = self.error.compute()
+        self.log("error", error)
+
+
+L.Trainer(devices=2).validate(Model())
+""")
+    expected = [] if base == "torchmetrics.Metric" else ["SS403"]
+    assert [each.code for each in lint([tmp_path]).findings] == expected

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from samestep.lint.abstract_interpreter import Frame, Interpreter, function_location, last_name
@@ -10,6 +11,7 @@ from samestep.lint.events import Guard
 from samestep.lint.rank_names import RANK_DECORATORS, RANK_NAMES, guess, named
 from samestep.lint.values import (
     OWN_BATCH,
+    ChoiceValue,
     ClassValue,
     ContainerValue,
     Function,
@@ -22,6 +24,7 @@ from samestep.lint.values import (
     Value,
     choose,
     merge_taints,
+    options_of,
 )
 
 _MAX_FRAMES: Final = 14
@@ -58,7 +61,7 @@ def call_function(
         run.set_attribute(owner, name, value if known is None else choose([known, value]))
     run.calls = calls
     run.active.discard(definition)
-    result = _result(frame)
+    result = _synchronized(_result(frame)) if _is_synchronized(definition, function) else _result(frame)
     if key is not None:
         run.results[key] = result
     return result
@@ -76,6 +79,23 @@ def _result(frame: Frame) -> Value:
         items = {0: choose(frame.yields)}
         return items[0] if is_context else ContainerValue(taints=merge_taints(items.values()), items=dict(items))
     return choose(frame.returns) if frame.returns else Value(constant=None)
+
+
+def _is_synchronized(definition: Function, function: FunctionValue) -> bool:
+    """Whether it is `compute` of a metric of torchmetrics, which reduces its states over all ranks before."""
+    known = function.owner.class_value if isinstance(function.owner, InstanceValue) else None
+    if getattr(definition, "name", "") != "compute" or known is None or known.node is None:
+        return False
+    return known.derives_from("torchmetrics.Metric") and "sync_on_compute" not in ast.unparse(known.node)
+
+
+def _synchronized(value: Value) -> Value:
+    """A value that is the same on all ranks."""
+    if isinstance(value, ChoiceValue):
+        return choose([_synchronized(each) for each in options_of(value)])
+    if isinstance(value, ContainerValue):
+        return replace(value, taints=(), items={key: _synchronized(each) for key, each in value.items.items()})
+    return replace(value, taints=(), is_reduced=True) if isinstance(value, TensorValue) else replace(value, taints=())
 
 
 def decorators(definition: ast.AST | None) -> list[ast.expr]:

@@ -9,6 +9,7 @@ from samestep.lint.values import InstanceValue, MethodValue, Taint, Value
 RANK_NAMES: Final = frozenset({
     "rank", "local_rank", "global_rank", "ddp_rank", "ddp_local_rank", "world_rank", "proc_id", "process_index",
     "rank_id", "gpu_rank", "node_rank", "process_rank", "my_rank", "process_id", "local_process_index",
+    "distributed_rank",
 })  # fmt: skip
 MAIN_NAMES: Final = frozenset({
     "is_main", "is_master", "is_main_process", "is_rank0", "is_rank_zero", "master_process", "main_process",

@@ -52,9 +52,14 @@ class Analysis:
         return bool(self.of("init_group", "spawn")) and not self.of("accelerator", "fabric", "trainer")
 
     def is_in_launcher(self, event: Event) -> bool:
-        """Whether the process that starts the ranks does it, before or after them."""
+        """Whether the process that starts the ranks does it, before or after them.
+
+        It may call the function of the ranks itself, for a single rank.
+        """
         is_outside = not {"spawn", "uncalled"} & set(event.contexts)
-        return is_outside and bool(self.of("spawn")) and all("spawn" in each.contexts for each in self.of("init_group"))
+        groups = self.of("init_group")
+        started = {id(each.node) for each in groups if "spawn" in each.contexts}
+        return is_outside and bool(self.of("spawn")) and all(id(each.node) in started for each in groups)
 
     @cached_property
     def uses_samestep(self) -> bool:
