@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # an optional dependency
 T = TypeVar("T")
 Mode = Literal["min", "max"]
 _PREDICT = "run.predict"
+_ROUNDING = 1e-6  # some kernels of a GPU add fp32 numbers in another order each time, also in metric.compute()
 _Rank = list[tuple[int, dict[str, Any]]]  # of each metric of a rank: how often it was updated, and its state
 
 
@@ -333,16 +334,19 @@ class EarlyStopping:
     def update(self, value: float | torch.Tensor) -> bool:
         """Add the value of an evaluation, the same on all ranks; returns `stopped`. A collective.
 
-        A value that is NaN or infinite does not count as an improvement.
+        A value that is NaN or infinite does not count as an improvement. If the values differ by rounding, that of rank
+        0 counts.
         """
         number = check_metric_value("early stopping", value)
-        for rank, (other,) in enumerate(self._comm.exchange("stopping.update", [number])):
-            if float(other) != number and not (math.isnan(number) and math.isnan(other)):
+        values = [float(each) for (each,) in self._comm.exchange("stopping.update", [number])]
+        for rank, other in enumerate(values):
+            if not math.isclose(other, number, rel_tol=_ROUNDING) and not (math.isnan(number) and math.isnan(other)):
                 raise CommunicationError(
-                    f"stopping.update got {number:g} on rank {self._comm.world.rank} and {float(other):g} on rank "
-                    f"{rank}, so one rank could stop without the others: pass a value over all ranks, such as "
-                    "run.mean(losses), run.max(...) or metric.compute()"
+                    f"stopping.update got {number:g} on rank {self._comm.world.rank} and {other:g} on rank {rank}, so "
+                    "one rank could stop without the others: pass a value over all ranks, such as run.mean(losses), "
+                    "run.max(...) or metric.compute()"
                 )
+        number = values[0]
         if math.isfinite(number) and self._is_better(number):
             self.best, self.updates_since_best = number, 0
         else:
