@@ -245,7 +245,7 @@ class Checkpoint(StepCallback):
         # running statistics differ between ranks, and only one rank's are saved; parts may be averages of models
         for module in dict.fromkeys([*(model.inner for model in self._context.models), *self.parts.models.values()]):
             average_running_stats(self._context.comm, module)
-        combine_states(self._context, self.parts, "checkpoint.save")
+        gather_states(self._context, self.parts, "checkpoint.save")
 
     def _stage(self, tensors: Tensors) -> None:
         """Copy this rank's chunks to host memory; DCP plans again only if the layout of a tensor has changed."""
@@ -335,11 +335,11 @@ class Checkpoint(StepCallback):
         return name, metrics[name]
 
 
-def combine_states(context: RunContext, parts: Parts, operation: str) -> None:
+def gather_states(context: RunContext, parts: Parts, operation: str) -> None:
     """Let parts whose state is that of all ranks gather it: reading the state must not wait; a collective."""
     for part in parts.objects.values():
-        if (combined := context.combined.get(id(part))) is not None:
-            combined.gather_state(operation)
+        if (gatherer := context.state_gatherers.get(id(part))) is not None:
+            gatherer.gather_state(operation)
 
 
 def _describe_staging_error(error: Exception) -> str:

@@ -8,7 +8,6 @@ run.
 import importlib
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -38,7 +37,7 @@ from samestep.disk import fsync_folder
 from samestep.errors import CheckpointError
 from samestep.parallel.fsdp import full_tensor
 from samestep.parallel.submodules import frozen_tensor_names
-from samestep.torch_private import is_fsdp
+from samestep.torch_private import is_fsdp, is_instance, unsharded_class
 
 _SHOWN: Final = 5  # names in an error message
 _TOKENIZER_FILES: Final = (
@@ -122,13 +121,13 @@ def describe_pretrained(module: nn.Module) -> PretrainedModel | None:
     model: Any = module
     adapters: dict[str, dict[str, Any]] = {}
     active: tuple[str, ...] = ()
-    if _is_instance(module, "peft.peft_model", "PeftModel"):
+    if is_instance(module, "peft.peft_model", "PeftModel"):
         adapters = {name: _plain_json(config.to_dict()) for name, config in model.peft_config.items()}
         active = tuple(model.active_adapters)
         model = model.get_base_model()
-    if not _is_instance(model, "transformers.modeling_utils", "PreTrainedModel"):
+    if not is_instance(model, "transformers.modeling_utils", "PreTrainedModel"):
         return None
-    kind = type(model).__bases__[1] if is_fsdp(cast("object", model)) else type(model)
+    kind = unsharded_class(type(model)) if is_fsdp(cast("object", model)) else type(model)
     source = Path(str(model.name_or_path or "-"))
     generation = getattr(model, "generation_config", None)
     return PretrainedModel(
@@ -370,11 +369,6 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise CheckpointError(f"a Hugging Face folder needs {name}, which is not installed: {_EXTRA}") from error
-
-
-def _is_instance(value: object, module: str, name: str) -> bool:
-    """Whether a value is an instance of a class; if its module is not imported, there is none."""
-    return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 
 def _plain_json(value: object) -> Any:

@@ -196,7 +196,7 @@ class RunMetric:
             each.distributed_available_fn = _never  # it does not communicate by itself
         self._earlier: list[_Rank] = []  # the ranks of the starts before this one
         self._gathered: list[_Rank] | None = None  # the state of all ranks, for `state_dict`; None after an update
-        context.combined[id(self)] = self
+        context.state_gatherers[id(self)] = self
 
     def update(self, *arguments: Any, **keywords: Any) -> None:
         """Add the samples of this rank's batch or micro-batch; rows of padding do not count."""
