@@ -88,7 +88,11 @@ def main(
         def perplexity() -> float:
             with run.evaluate(adapted) as net:
                 pairs = (losses_per_token(net, rows) for (rows,) in test)
-                return math.exp(run.mean(losses[counted] for losses, counted in pairs))
+                # one value per text: with FSDP a rank without a text evaluates a row of padding, which run.means drops
+                means = run.means(
+                    {"loss": losses.where(counted, 0).sum(1), "tokens": counted.sum(1)} for losses, counted in pairs
+                )
+                return math.exp(means["loss"] / means["tokens"])
 
         untrained = perplexity()
         checkpoint = run.checkpoint(

@@ -166,8 +166,8 @@ class RunContext:
     lockstep: bool = False
     """Whether an evaluation must give all ranks the same number of batches, since the model needs all ranks."""
 
-    before_save: dict[int, Callable[[], object]] = field(default_factory=dict)
-    """By the id of a part of a checkpoint: called on all ranks before its state is read, which must not wait."""
+    state_gatherers: "weakref.WeakValueDictionary[int, Any]" = field(default_factory=weakref.WeakValueDictionary)
+    """By its id, each object with `gather_state`, whose state is that of all ranks; a script may create many."""
     predicts: bool = False
     """Whether `run.predict` reads: then shards hand out batches that are the same on any number of ranks."""
     prediction: tuple[int, bool] | None = None

@@ -40,17 +40,22 @@ GAMMA_DRAWS = torch._standard_gamma, torch._sample_dirichlet  # pyright: ignore[
 
 def is_dtensor(tensor: object) -> "TypeIs[DTensor]":
     """Whether a tensor is sharded."""
-    return _is_instance(tensor, "torch.distributed.tensor", "DTensor")
+    return is_instance(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def is_fsdp(module: object) -> "TypeIs[FSDPModule]":
     """Whether `fully_shard` was called for a module."""
-    return _is_instance(module, "torch.distributed.fsdp", "FSDPModule")
+    return is_instance(module, "torch.distributed.fsdp", "FSDPModule")
+
+
+def unsharded_class(kind: type) -> type:
+    """The class of a module before `fully_shard`, which replaces it by a subclass of FSDPModule and that class."""
+    return kind.__bases__[1]
 
 
 def is_fsdp1(module: object) -> bool:
     """Whether a module is a FullyShardedDataParallel."""
-    return _is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
+    return is_instance(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
 def count_changes(tensor: torch.Tensor) -> int:
@@ -58,7 +63,7 @@ def count_changes(tensor: torch.Tensor) -> int:
     return tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
-def _is_instance(value: object, module: str, name: str) -> bool:
+def is_instance(value: object, module: str, name: str) -> bool:
     """Whether a value is an instance of a class; without its module, which takes long to import, there is none."""
     return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
@@ -216,7 +221,7 @@ def copy_without_weights(model: nn.Module) -> nn.Module:
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     try:
         for each, kind in sharded.items():
-            each.__class__ = kind.__mro__[2]  # the class that FSDP has extended
+            each.__class__ = unsharded_class(kind)
         copied = deepcopy(model, memo)
     finally:
         for each, kind in sharded.items():
@@ -228,6 +233,11 @@ def copy_without_weights(model: nn.Module) -> nn.Module:
             for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in states]:
                 del hooks[key]
     return copied
+
+
+def replace_tensors(model: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace each parameter and buffer by what `function` returns for it; `to_empty` would replace all."""
+    model._apply(function)  # pyright: ignore[reportPrivateUsage]
 
 
 def reduce_unused_as_zeros(model: "FSDPModule") -> None:

@@ -74,6 +74,17 @@ def test_a_value_of_one_rank_is_refused(ranks):
     assert "pass a value over all ranks, such as run.mean(losses), run.max(...) or metric.compute()" in one
 
 
+def update_with_rounding():
+    with Run(global_batch=4) as run:
+        stopping = run.early_stopping(patience=1)
+        # rank 1 alone would see an improvement
+        return stopping.update(0.7), stopping.update(0.7 - 1e-9 * run.rank), stopping.best
+
+
+def test_a_value_that_differs_by_rounding_is_that_of_rank_0(ranks):
+    assert ranks(2, update_with_rounding) == [(False, True, 0.7)] * 2
+
+
 def create(options):
     with Run(global_batch=4) as run:
         run.early_stopping(**options)

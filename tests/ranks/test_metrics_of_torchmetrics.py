@@ -1,16 +1,20 @@
 """run.metric: metrics of torchmetrics over all ranks, without padding, and across restarts on other world sizes."""
 
 import json
+import sys
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from torchmetrics import MeanSquaredError, MetricCollection, MinMetric, PearsonCorrCoef, SumMetric
+from torchmetrics import MeanSquaredError, Metric, MetricCollection, MinMetric, PearsonCorrCoef, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 from torchmetrics.text import CharErrorRate
 
 from samestep import Run
+from samestep.errors import DataError
+from samestep.training.evaluation import _set_state
 from tests.ranks.models import Mlp
 
 pytestmark = pytest.mark.slow  # each rank imports torchmetrics, which takes seconds
@@ -133,6 +137,87 @@ def test_the_checkpoint_has_one_state_per_rank_with_samples(ranks, tmp_path):
     ranks(2, trained, tmp_path, 0)
     (state,) = (tmp_path / "out").glob("step-*/state.json")
     assert len(json.loads(state.read_bytes())["count"]["ranks"]) == 2
+
+
+class Trainer:
+    """An object of a script that saves the state of a metric within its own."""
+
+    def __init__(self, metric):
+        self.metric = metric
+
+    def state_dict(self):
+        return {"metric": self.metric.state_dict()}
+
+    def load_state_dict(self, state):
+        self.metric.load_state_dict(state["metric"])
+
+
+def count_in_trainer(folder):
+    with Run(global_batch=4, folder=folder / "logs") as run:
+        trainer = Trainer(run.metric(SumMetric()))
+        checkpoint = run.checkpoint(folder / "out", model=nn.Linear(1, 1), trainer=trainer)
+        trainer.metric.update(torch.ones(2))
+        checkpoint.save()
+        return trainer.metric.compute().item()
+
+
+def test_a_metric_within_another_object_is_saved_on_one_rank_and_refused_on_several(ranks, tmp_path):
+    assert ranks(1, count_in_trainer, tmp_path) == [2.0]
+    assert ranks(1, count_in_trainer, tmp_path) == [4.0]
+    for text in ranks.errors(2, count_in_trainer, tmp_path / "two"):
+        assert "the state of a metric of run.metric is that of all ranks, and it was not gathered: pass the met" in text
+    assert not list((tmp_path / "two" / "out").glob("step-*"))
+
+
+def test_a_run_does_not_keep_metrics_that_the_script_has_dropped():
+    with Run(global_batch=4) as run:
+        dropped = [weakref.ref(run.metric(SumMetric())) for _ in range(3)]
+        assert [each() for each in dropped] == [None] * 3
+
+
+class Everything(Metric):
+    """A state of each kind that torchmetrics knows."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        for kind in ("sum", "mean", "max", "min", None):
+            self.add_state(f"tensor_{kind}", torch.tensor(0.0), kind)
+        for kind in ("cat", None):
+            self.add_state(f"list_{kind}", [], kind)
+        self.add_state("own", torch.tensor(0.0), lambda states: states.prod(dim=0))
+
+    def update(self, value):
+        for name in self.metric_state:
+            state = getattr(self, name)
+            setattr(self, name, [*state, value] if isinstance(state, list) else value)
+
+    def compute(self):
+        return {name: torch.as_tensor(value).tolist() for name, value in self.metric_state.items()}
+
+
+def test_states_of_ranks_are_combined_by_the_private_attributes_that_this_torchmetrics_has():
+    ranks = [Everything() for _ in range(3)]
+    for metric, value in zip(ranks, (3.0, 5.0), strict=False):  # the third rank has no samples
+        metric.update(torch.tensor(value))
+    merged = ranks[0].clone()
+    assert merged.compute()["tensor_sum"] == 3.0  # which torchmetrics keeps for the next call
+    _set_state(merged, [(each.update_count, each.metric_state) for each in ranks])
+    assert merged.compute() == {
+        "tensor_sum": 8.0, "tensor_mean": 4.0, "tensor_max": 5.0, "tensor_min": 3.0, "tensor_None": [3.0, 5.0],
+        "list_cat": [3.0, 5.0], "list_None": [3.0, 5.0], "own": 15.0,
+    }  # fmt: skip
+    assert merged.update_count == 2
+
+
+def test_a_missing_torchmetrics_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics", None)
+    with (
+        Run(global_batch=4) as run,
+        pytest.raises(DataError, match=r"run\.metric needs torchmetrics and cannot import it: in the clone of samest"),
+    ):
+        run.metric(nn.Linear(1, 1))
 
 
 def not_a_metric():

@@ -270,5 +270,18 @@ def test_a_tokenizer_of_ones_own_is_saved(base, tmp_path):
         model = run.wrap(build(base, adapter=False))
         run.save_pretrained(model, tmp_path / "a", tokenizer=tokenizer)
         run.save_pretrained(model, tmp_path / "b", tokenizer=tmp_path / "a")
-    for name in ("a", "b"):
+        adapted = run.wrap(build(base, adapter=True))
+        run.save_pretrained(adapted, tmp_path / "c", tokenizer=tmp_path / "a")
+        with pytest.raises(
+            CheckpointError, match=r"tokenizer='.*nowhere' of run\.save_pretrained is not a folder: pass"
+        ):
+            run.save_pretrained(model, tmp_path / "d", tokenizer=tmp_path / "nowhere")
+        with pytest.raises(
+            CheckpointError, match=r"tokenizer= of run\.save_pretrained is a Tokenizer without save_pre"
+        ):
+            run.save_pretrained(model, tmp_path / "d", tokenizer=tokenizer.backend_tokenizer)
+    for name in ("a", "b", "c"):
         assert AutoTokenizer.from_pretrained(tmp_path / name)("w3 new").input_ids == [3, 60]
+    config = json.loads((tmp_path / "c" / "adapter_config.json").read_bytes())
+    assert config["base_model_name_or_path"] == str(base)
+    assert not (tmp_path / "d").exists()

@@ -144,6 +144,25 @@ def test_a_moving_average_without_trainable_parameters_is_saved_in_full(tmp_path
     assert "model/body.0.weight" not in index
 
 
+def test_the_average_of_a_model_with_frozen_parts_is_saved_in_full_after_its_updates(tmp_path):
+    weights = []
+    for updates in (1, 2):
+        with Run(global_batch=8, folder=tmp_path / "logs") as run:
+            model = run.wrap(Adapted())
+            average = run.average(model)
+            checkpoint = run.checkpoint(tmp_path, model=model, average=average, trainable_only=True)
+            weights.append((average.module.head.weight.clone(), int(average.n_averaged)))
+            with torch.no_grad():
+                model.head.weight.add_(1)
+            average.update_parameters(model)
+            average.update_parameters(model)
+            weights.append((average.module.head.weight.clone(), int(average.n_averaged)))
+            checkpoint.save(step=updates)
+    assert [count for _, count in weights] == [0, 2, 2, 4]
+    assert torch.equal(weights[1][0], weights[2][0])
+    assert {"average/module.body.0.weight", "average/module.scale"} <= newest(tmp_path)[0].keys()
+
+
 def test_an_option_without_effect_warns(tmp_path):
     with pytest.warns(SamestepWarning, match="trainable_only=True of run.checkpoint has no effect: no model that it"):
         restore(tmp_path, nn.Linear(2, 2), trainable_only=True)

@@ -245,9 +245,7 @@ class Checkpoint(StepCallback):
         # running statistics differ between ranks, and only one rank's are saved; parts may be averages of models
         for module in dict.fromkeys([*(model.inner for model in self._context.models), *self.parts.models.values()]):
             average_running_stats(self._context.comm, module)
-        for part in self.parts.objects.values():
-            if prepare := self._context.before_save.get(id(part)):
-                prepare()
+        gather_states(self._context, self.parts, "checkpoint.save")
 
     def _stage(self, tensors: Tensors) -> None:
         """Copy this rank's chunks to host memory; DCP plans again only if the layout of a tensor has changed."""
@@ -335,6 +333,13 @@ class Checkpoint(StepCallback):
             )
             return None
         return name, metrics[name]
+
+
+def gather_states(context: RunContext, parts: Parts, operation: str) -> None:
+    """Let parts whose state is that of all ranks gather it: reading the state must not wait; a collective."""
+    for part in parts.objects.values():
+        if (gatherer := context.state_gatherers.get(id(part))) is not None:
+            gatherer.gather_state(operation)
 
 
 def _describe_staging_error(error: Exception) -> str:

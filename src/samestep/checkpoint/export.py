@@ -8,7 +8,6 @@ run.
 import importlib
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -38,7 +37,7 @@ from samestep.disk import fsync_folder
 from samestep.errors import CheckpointError
 from samestep.parallel.fsdp import full_tensor
 from samestep.parallel.submodules import frozen_tensor_names
-from samestep.torch_private import is_fsdp
+from samestep.torch_private import is_fsdp, is_instance, unsharded_class
 
 _SHOWN: Final = 5  # names in an error message
 _TOKENIZER_FILES: Final = (
@@ -122,13 +121,13 @@ def describe_pretrained(module: nn.Module) -> PretrainedModel | None:
     model: Any = module
     adapters: dict[str, dict[str, Any]] = {}
     active: tuple[str, ...] = ()
-    if _is_instance(module, "peft.peft_model", "PeftModel"):
+    if is_instance(module, "peft.peft_model", "PeftModel"):
         adapters = {name: _plain_json(config.to_dict()) for name, config in model.peft_config.items()}
         active = tuple(model.active_adapters)
         model = model.get_base_model()
-    if not _is_instance(model, "transformers.modeling_utils", "PreTrainedModel"):
+    if not is_instance(model, "transformers.modeling_utils", "PreTrainedModel"):
         return None
-    kind = type(model).__bases__[1] if is_fsdp(cast("object", model)) else type(model)
+    kind = unsharded_class(type(model)) if is_fsdp(cast("object", model)) else type(model)
     source = Path(str(model.name_or_path or "-"))
     generation = getattr(model, "generation_config", None)
     return PretrainedModel(
@@ -162,7 +161,7 @@ def export_pretrained(
     if not isinstance(stored, dict) or name not in stored:
         raise CheckpointError(
             f"{path} has no configuration of {name!r}, which was not a model of transformers or peft when it was "
-            "saved: leave out --pretrained and --merge, which writes the weights to one file"
+            "saved: leave out --pretrained, --merge and --base, which writes the weights to one file"
         )
     model = PretrainedModel(**stored[name])
     base = base.absolute() if base else None
@@ -171,7 +170,12 @@ def export_pretrained(
     state, index = json.loads((path / STATE_FILE).read_bytes())[name], read_index(path, manifest.files)
     frozen = {each.removeprefix(f"{name}/"): entry for each, entry in frozen_tensors(state).items()}
     tensors = {each.removeprefix(f"{name}/"): read_full_tensor(path, index[each]) for each in tensor_names(state)}
-    files = _publish(target, False, lambda temporary: _write_pretrained(temporary, model, tensors, frozen, base, merge))
+
+    def write(temporary: Path) -> None:
+        _write_pretrained(temporary, model, tensors, frozen, base, merge)
+        _copy_tokenizer(base, temporary)
+
+    files = _publish(target, False, write)
     return {"checkpoint": str(path), "step": manifest.step, "folder": str(target), "files": ", ".join(files)}
 
 
@@ -191,6 +195,7 @@ def save_pretrained(
             f"run.save_pretrained got a {type(inner).__name__}, which is not a model of transformers or peft: save its "
             "state with run.once(torch.save, ...), or export it from a checkpoint with `samestep checkpoint export`"
         )
+    context.once(_check_tokenizer, tokenizer)
     if wrapped is not None:
         wrapped.reshard()
     left_out = set(map(unwrapped_names(inner), frozen_tensor_names(inner) if model.adapters and not merge else ()))
@@ -204,10 +209,12 @@ def save_pretrained(
                     tensors[name] = full.detach().to("cpu", copy=merge and full is tensor)
 
     def write(temporary: Path) -> None:
-        source = tokenizer if isinstance(tokenizer, str | Path) else model.source
-        _write_pretrained(temporary, model, tensors, dict.fromkeys(left_out), Path(source) if source else None, merge)
-        if callable(save_tokenizer := getattr(tokenizer, "save_pretrained", None)):
-            save_tokenizer(temporary)
+        base = Path(model.source) if model.source else None
+        _write_pretrained(temporary, model, tensors, dict.fromkeys(left_out), base, merge)
+        if tokenizer is None or isinstance(tokenizer, str | Path):
+            _copy_tokenizer(base if tokenizer is None else Path(tokenizer).expanduser(), temporary)
+        else:
+            tokenizer.save_pretrained(temporary)
 
     context.once(_publish, Path(folder).expanduser().absolute(), True, write)
 
@@ -269,8 +276,25 @@ def _write_pretrained(
         if model.generation is not None:
             module.generation_config = _import("transformers").GenerationConfig.from_dict(model.generation)
         module.save_pretrained(target)
-    names = {path for pattern in _TOKENIZER_FILES for path in (base.glob(pattern) if base else ())}
-    for path in names:
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    is_path = isinstance(tokenizer, str | Path)
+    if is_path and not Path(tokenizer).expanduser().is_dir():
+        raise CheckpointError(
+            f"tokenizer={str(tokenizer)!r} of run.save_pretrained is not a folder: pass a folder with the files of a "
+            "tokenizer, or the tokenizer itself"
+        )
+    if tokenizer is not None and not is_path and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise CheckpointError(
+            f"tokenizer= of run.save_pretrained is a {type(tokenizer).__name__} without save_pretrained: pass what "
+            "AutoTokenizer.from_pretrained returns, or a folder with the files of a tokenizer"
+        )
+
+
+def _copy_tokenizer(source: Path | None, target: Path) -> None:
+    """Copy the files of a tokenizer from the folder of a model, if there is one."""
+    for path in {path for pattern in _TOKENIZER_FILES for path in (source.glob(pattern) if source else ())}:
         shutil.copy(path, target)
 
 
@@ -345,11 +369,6 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise CheckpointError(f"a Hugging Face folder needs {name}, which is not installed: {_EXTRA}") from error
-
-
-def _is_instance(value: object, module: str, name: str) -> bool:
-    """Whether a value is an instance of a class; if its module is not imported, there is none."""
-    return isinstance(value, getattr(sys.modules.get(module), name, ()))
 
 
 def _plain_json(value: object) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from samestep.checkpoint.tensor_storage import DTYPE_NAMES, Index
 from samestep.errors import CheckpointError, SamestepError
@@ -269,12 +270,12 @@ class FrozenTensor:
 class FrozenTensors:
     """The frozen tensors of a model: frozen parameters, and buffers of submodules without a trainable parameter.
 
-    A model without any trainable parameter, such as a moving average, has none: it is saved in full.
+    Moving averages, whose updates write all tensors, and models that are frozen as a whole are saved in full.
     """
 
     def __init__(self, part: str, model: nn.Module) -> None:
         self._part, self._model = part, model
-        self._names = frozen_tensor_names(model)
+        self._names = [] if isinstance(model, AveragedModel) else frozen_tensor_names(model)
         self._described: dict[str, FrozenTensor] = {}
         self._changes: dict[str, tuple[int, int]] = {}
 

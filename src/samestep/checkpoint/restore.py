@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from pathlib import Path
 
-from samestep.checkpoint.checkpoint import Checkpoint
+from samestep.checkpoint.checkpoint import Checkpoint, gather_states
 from samestep.checkpoint.checkpoint_folder import Retention, check_latest, list_newest_first
 from samestep.checkpoint.folder_lock import acquire
 from samestep.checkpoint.manifest import (
@@ -89,6 +89,7 @@ def restore(
             "frozen parameters"
         )
     context.once(_lock, context, folder)
+    gather_states(context, parts, _OPERATION)
     found, corrupt = _find_newest_valid(context, folder)
     if found is None:
         reason = f"none of {len(corrupt)} checkpoint(s) in {folder} is valid" if corrupt else f"none in {folder} yet"

@@ -12,7 +12,7 @@ from samestep.distributed.communicator import Communicator
 from samestep.errors import WrapError
 from samestep.parallel.materialize import ModelWeights, children_first
 from samestep.parallel.submodules import frozen_parts, repeated_blocks
-from samestep.torch_private import is_dtensor, reduce_unused_as_zeros
+from samestep.torch_private import is_dtensor, reduce_unused_as_zeros, replace_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -86,7 +86,7 @@ def fill_copy(copied: nn.Module, model: nn.Module) -> None:
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-    copied._apply(allocate)  # pyright: ignore[reportPrivateUsage]  # to_empty would empty all tensors
+    replace_tensors(copied, allocate)
     filled = dict(copied.named_parameters())
     with torch.no_grad():
         for name in missing:

@@ -15,7 +15,7 @@ from samestep.context import RunContext
 from samestep.distributed.collectives import Collectives, gather_objects, pickle_object
 from samestep.distributed.communicator import gather_to_main
 from samestep.distributed.rank_status import call_site
-from samestep.errors import CommunicationError, ConfigError, DataError, WrapError
+from samestep.errors import CheckpointError, CommunicationError, ConfigError, DataError, WrapError
 from samestep.loggers.loggers import check_metric_value
 from samestep.parallel.batchnorm import average_running_stats
 from samestep.parallel.wrapped_model import WrappedModel
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # an optional dependency
 T = TypeVar("T")
 Mode = Literal["min", "max"]
 _PREDICT = "run.predict"
+_ROUNDING = 1e-6  # some kernels of a GPU add fp32 numbers in another order each time, also in metric.compute()
 _Rank = list[tuple[int, dict[str, Any]]]  # of each metric of a rank: how often it was updated, and its state
 
 
@@ -194,12 +195,13 @@ class RunMetric:
         for each in _metrics(self.metric):
             each.distributed_available_fn = _never  # it does not communicate by itself
         self._earlier: list[_Rank] = []  # the ranks of the starts before this one
-        self._saved: list[_Rank] = []
-        context.before_save[id(self)] = self._prepare_save
+        self._gathered: list[_Rank] | None = None  # the state of all ranks, for `state_dict`; None after an update
+        context.state_gatherers[id(self)] = self
 
     def update(self, *arguments: Any, **keywords: Any) -> None:
         """Add the samples of this rank's batch or micro-batch; rows of padding do not count."""
         self._context.comm.refuse_inside_once("metric.update")
+        self._gathered = None
         if not self._context.padding.drop_batch():
             kept = {name: self._without_padding(value) for name, value in keywords.items()}
             self.metric.update(*map(self._without_padding, arguments), **kept)
@@ -215,20 +217,29 @@ class RunMetric:
     def reset(self) -> None:
         """Forget all samples."""
         self.metric.reset()
-        self._earlier = []
+        self._earlier, self._gathered = [], None
 
     def state_dict(self) -> dict[str, object]:
-        """The states of all ranks, as they were when the checkpoint was saved."""
-        return {"ranks": self._saved or self._earlier}
+        """The states of all ranks, which `gather_state` has gathered; on a single rank it needs no call of that."""
+        if self._gathered is None and not self._context.comm.alone:
+            raise CheckpointError(
+                "the state of a metric of run.metric is that of all ranks, and it was not gathered: pass the metric to "
+                "run.checkpoint by itself, as in run.checkpoint(folder, model=model, metric=metric), and not inside "
+                "another object"
+            )
+        return {"ranks": self._with_earlier([self._state()]) if self._gathered is None else self._gathered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with the samples of earlier starts."""
         self.reset()
         self._earlier = state["ranks"]
 
-    def _prepare_save(self) -> None:
-        gathered = gather_objects(self._context.comm, "checkpoint.save", self._state())
-        self._saved = [*self._earlier, *(rank for rank in gathered if any(updates for updates, _ in rank))]
+    def gather_state(self, operation: str) -> None:
+        """Gather what `state_dict` returns until the next update; a collective, which `run.checkpoint` calls."""
+        self._gathered = self._with_earlier(gather_objects(self._context.comm, operation, self._state()))
+
+    def _with_earlier(self, ranks: list[_Rank]) -> list[_Rank]:
+        return [*self._earlier, *(rank for rank in ranks if any(updates for updates, _ in rank))]
 
     def _state(self) -> _Rank:
         return [(each.update_count, dict(each.metric_state)) for each in _metrics(self.metric)]
@@ -323,16 +334,19 @@ class EarlyStopping:
     def update(self, value: float | torch.Tensor) -> bool:
         """Add the value of an evaluation, the same on all ranks; returns `stopped`. A collective.
 
-        A value that is NaN or infinite does not count as an improvement.
+        A value that is NaN or infinite does not count as an improvement. If the values differ by rounding, that of rank
+        0 counts.
         """
         number = check_metric_value("early stopping", value)
-        for rank, (other,) in enumerate(self._comm.exchange("stopping.update", [number])):
-            if float(other) != number and not (math.isnan(number) and math.isnan(other)):
+        values = [float(each) for (each,) in self._comm.exchange("stopping.update", [number])]
+        for rank, other in enumerate(values):
+            if not math.isclose(other, number, rel_tol=_ROUNDING) and not (math.isnan(number) and math.isnan(other)):
                 raise CommunicationError(
-                    f"stopping.update got {number:g} on rank {self._comm.world.rank} and {float(other):g} on rank "
-                    f"{rank}, so one rank could stop without the others: pass a value over all ranks, such as "
-                    "run.mean(losses), run.max(...) or metric.compute()"
+                    f"stopping.update got {number:g} on rank {self._comm.world.rank} and {other:g} on rank {rank}, so "
+                    "one rank could stop without the others: pass a value over all ranks, such as run.mean(losses), "
+                    "run.max(...) or metric.compute()"
                 )
+        number = values[0]
         if math.isfinite(number) and self._is_better(number):
             self.best, self.updates_since_best = number, 0
         else:
