@@ -215,11 +215,11 @@ def count_syncs(folder):
         context, start = run._lifecycle.context, run._comm.start_exchange
         context.metrics._next_interval = lambda: 5
 
-        def record(operation, values):
+        def record(operation, values, site=None):
             if operation == metric_sync._OPERATION:
-                started.append(start(operation, values))
+                started.append(start(operation, values, site))
                 return started[-1]
-            return start(operation, values)
+            return start(operation, values, site)
 
         run._comm.start_exchange = record
         for epoch in run.shard([torch.ones(1)] * 42, num_workers=0).epochs(1):
