@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DistributedSampler
 
 from samestep import Run
+from samestep.errors import WrapError
 
 N = 10
 DATA = [(torch.full((4,), float(i)), i) for i in range(N)]
@@ -164,6 +165,17 @@ def not_wrapped():
         with run.evaluate(nn.Dropout(0.5)) as net:
             value = run.mean(net(torch.ones(100)))
         return value, net.training
+
+
+def test_a_function_cannot_be_evaluated():
+    with (
+        Run(global_batch=8) as run,
+        pytest.raises(
+            WrapError, match=r"run\.evaluate needs a torch\.nn\.Module, got builtin_function_or_method: pass"
+        ),
+        run.evaluate(torch.relu),
+    ):
+        pass
 
 
 def test_a_model_that_was_not_wrapped_can_be_evaluated(ranks):

@@ -66,6 +66,13 @@ def test_a_second_run_checkpoint_in_the_same_folder_is_rejected(tmp_path):
         run.checkpoint(tmp_path / "other", other=nn.Linear(1, 1))
 
 
+def test_the_name_of_the_loss_scale_of_the_run_is_rejected(tmp_path):
+    with Run(global_batch=2, folder=tmp_path / "logs", precision="fp16") as run:
+        parts = {"model": nn.Linear(1, 1), "loss_scale": nn.Linear(1, 1)}
+        with pytest.raises(CheckpointError, match=r"run\.checkpoint uses the name 'loss_scale' itself: pass this part"):
+            run.checkpoint(tmp_path / "out", **parts)
+
+
 @pytest.mark.parametrize("position", ["missing", "passed", "in another checkpoint", "in a user object"])
 def test_a_checkpoint_without_the_position_in_its_data_warns_once(tmp_path, position):
     with Run(global_batch=2, folder=tmp_path / "logs") as run, warnings.catch_warnings(record=True) as caught:

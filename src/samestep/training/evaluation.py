@@ -92,8 +92,8 @@ def evaluate(context: RunContext, model: nn.Module, teacher_needs_all_ranks: boo
     before = context.lockstep
     sharded = [module for module in net.modules() if is_fsdp(module)]  # the average of a sharded model is sharded, too
     context.lockstep = not context.comm.alone and (bool(sharded) or teacher_needs_all_ranks)
-    net.eval()
     try:
+        net.eval()
         with torch.no_grad(), context.evaluation():
             yield net
     finally:
