@@ -265,7 +265,7 @@ def _namespace(call: Call) -> Value:
 def _hash(call: Call) -> Value:
     """Python salts the hash of a text, so that each process gets its own."""
     call.emit("call", name="hash", arguments=call.arguments, keywords=call.keywords)
-    node = call.node.args[0] if isinstance(call.node, ast.Call) and call.node.args else None
+    node = call.node.args[0] if call.node.args else None
     is_joined = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join"
     is_text = (
         is_joined or isinstance(node, ast.JoinedStr) or any(isinstance(each.constant, str) for each in call.arguments)
