@@ -98,8 +98,8 @@ class StatusBoard:
         self._store.compare_set("summary", "", json.dumps(vars(_Summary())))
         self._store.set(f"location/{rank}", "0 ")
         self._post(self.own)
-        # Held until the end. An Event is locked while it is set, and stays so if a signal handler raises then, as that of
-        # torch does if a data worker is killed.
+        # Held until the end. An Event is locked while it is set, and stays so if a signal handler raises then,
+        # like that of torch for data workers that were killed.
         self._running = threading.Lock()
         self._running.acquire()
         self._thread = threading.Thread(target=self._answer, name="samestep status", daemon=True)
