@@ -105,12 +105,14 @@ def test_a_finding_has_evidence_and_a_repair(rule, tmp_path):
     assert finding.location.column > 0
 
 
+@pytest.mark.slow  # all of them together
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: case.name)
 def test_a_fault_is_found_at_its_line(case):
     found = [(each.code, each.location.line) for each in reported([case / "buggy.py"]) if each.location is not None]
     assert any(line in faulty_lines(case) for _, line in found), (found, sorted(faulty_lines(case)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", CORRECT, ids=lambda script: f"{script.parent.name}-{script.stem}")
 def test_nothing_is_found_in_a_correct_script(script):
     assert [(each.code, str(each.location), each.summary) for each in reported([script])] == []
@@ -121,6 +123,7 @@ def test_the_shared_corpus_is_complete():
     assert len(shared) == 23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["recipes", "tests/scripts", "benchmarks", "src/samestep"])
 def test_nothing_is_found_in_our_own_scripts(folder):
     assert [(each.code, str(each.location)) for each in reported([REPOSITORY / folder])] == []

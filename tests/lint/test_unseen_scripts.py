@@ -27,12 +27,14 @@ def reported(path: Path) -> list[tuple[str, int]]:
     ]
 
 
+@pytest.mark.slow  # all of them together
 @pytest.mark.parametrize("case", sorted(EXPECTED))
 def test_a_fault_is_found_at_its_line(case):
     lines = [line for _, line in reported(FOLDER / case / "buggy.py")]
     assert set(lines) & set(EXPECTED[case]["lines"]), lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", CORRECT, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_nothing_is_found_in_a_correct_script(script):
     assert reported(script) == []
