@@ -128,11 +128,10 @@ class _Interpreter:
         environment |= {
             "PYTHONHASHSEED": str(number + 1),
             "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"),
-            "OMP_WAIT_POLICY": environment.get(
-                "OMP_WAIT_POLICY", "passive"
-            ),  # threads that spin take the cores that others need on a busy machine
             "TORCH_COMPILE_DISABLE": "1",  # compiling takes longer than all steps
         }
+        if os.getloadavg()[0] > (os.cpu_count() or 1):  # threads that spin would take the cores that others need
+            environment.setdefault("OMP_WAIT_POLICY", "passive")
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         environment.pop("PYTHONSTARTUP", None)
